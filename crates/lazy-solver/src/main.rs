@@ -1,0 +1,2 @@
+//! The `lazy-plan` program.
+fn main() {}

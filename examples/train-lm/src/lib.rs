@@ -1,0 +1,1 @@
+//! A Qwen3-style language-model trainer on the lazy crates.

@@ -1,0 +1,2 @@
+//! The `train-lm` program.
+fn main() {}

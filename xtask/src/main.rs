@@ -1,0 +1,2 @@
+//! Chores of the workspace: `cargo xtask help`.
+fn main() {}
