@@ -2,8 +2,10 @@
 //!
 //! This crate opens no device and links no solver.
 
+pub mod chain;
 pub mod span;
 pub mod units;
 
+pub use chain::{ChainError, CostChain, Locks};
 pub use span::{Lane, Span};
 pub use units::{BoundaryIndex, Bytes, BytesPerSecond, LayerIndex, Placement, Seconds, Tier};

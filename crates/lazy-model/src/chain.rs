@@ -1,0 +1,539 @@
+//! The cost chain: one placement problem, as data.
+//!
+//! N layers `0..N` have boundaries `0..=N`; boundary `i` is the input of layer `i`. The JSON keys are the field names of
+//! [`CostChain`] and keep their published spelling (`gpu`, `cpu`, `nvme`, `skip` for HBM, host, NVMe and recompute).
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+
+use crate::units::{BoundaryIndex, Bytes, BytesPerSecond, LayerIndex, Placement};
+
+/// More layers than this are refused: the placement problem has a row per layer with an entry per layer.
+const MAX_LAYERS: usize = 10_000;
+/// Larger numbers (milliseconds, rates, factors) are refused: no machine has them, and the solver's doubles do not survive them.
+const MAX_NUMBER: f64 = 1e18;
+/// Larger byte counts are refused; the sum of a chain's boundaries must stay below this too.
+const MAX_BYTES: u64 = 1 << 62;
+
+/// What is wrong with a cost chain. Every message names the key.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ChainError {
+    /// The text is not JSON, or not an object.
+    #[error("the cost chain is not a JSON object: {0}")]
+    Syntax(String),
+    /// A required key is absent.
+    #[error("the cost chain lacks the key `{0}`")]
+    Missing(&'static str),
+    /// A key that no chain has.
+    #[error("the cost chain has an unknown key `{0}`; remove it or correct its spelling")]
+    Unknown(String),
+    /// A key holds something it must not.
+    #[error("cost chain, `{key}`: {problem}")]
+    Invalid {
+        /// The key, with an index where one element is at fault.
+        key: String,
+        /// What it holds and what it should hold.
+        problem: String,
+    },
+}
+
+fn invalid(key: impl Into<String>, problem: impl Into<String>) -> ChainError {
+    ChainError::Invalid { key: key.into(), problem: problem.into() }
+}
+
+/// Decisions that are made beforehand. An absent field locks nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Locks {
+    /// The exact block path, as (first boundary, next boundary) pairs. If the pairs are not the consecutive pairs of a path
+    /// from 0 to N with blocks of at most `max_segment_layers`, the chain is infeasible.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub edges: Option<Vec<(BoundaryIndex, BoundaryIndex)>>,
+    /// The exact set of boundaries in HBM; all others are not in HBM.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<Vec<BoundaryIndex>>,
+    /// Boundaries whose placement is given.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty", serialize_with = "write_fixed")]
+    pub fixed: BTreeMap<BoundaryIndex, Placement>,
+    /// Layers whose internals are kept (`true`) or not (`false`). Keep extension only.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty", serialize_with = "write_keep")]
+    pub keep: BTreeMap<LayerIndex, bool>,
+}
+
+impl Locks {
+    /// Whether nothing is locked.
+    pub fn is_empty(&self) -> bool {
+        self.edges.is_none() && self.gpu.is_none() && self.fixed.is_empty() && self.keep.is_empty()
+    }
+}
+
+/// A placement problem: sizes, times, budgets, link rates and weights.
+///
+/// Window `w` lies over layer `w`; transfers are hidden behind windows. Times are milliseconds and rates bytes a second, as the
+/// published JSON has them. Vectors run over layers (`N`) or boundaries (`N + 1`).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Map<String, Value>")]
+pub struct CostChain {
+    /// Free text; no part of the problem.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Free text; no part of the problem.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub comment: Option<String>,
+    /// Number of layers N, at least 1.
+    pub layers: usize,
+    /// Window length of each layer (ms), N values.
+    pub layer_window_ms: Vec<f64>,
+    /// Cost of one extra forward of each layer (ms), N values.
+    pub layer_recompute_ms: Vec<f64>,
+    /// Size of each boundary, N + 1 values.
+    pub boundary_bytes: Vec<Bytes>,
+    /// Bytes that each window must carry to the GPU whatever is placed where, N values.
+    pub param_h2d_bytes: Vec<Bytes>,
+    /// Bytes that each window must carry from the GPU whatever is placed where, N values.
+    pub grad_d2h_bytes: Vec<Bytes>,
+    /// HBM for boundaries.
+    pub gpu_budget_bytes: Bytes,
+    /// Host RAM for boundaries.
+    pub cpu_budget_bytes: Bytes,
+    /// NVMe space for boundaries.
+    pub nvme_budget_bytes: Bytes,
+    /// GPU to host rate. Zero means the link may carry nothing.
+    pub d2h_bytes_per_s: BytesPerSecond,
+    /// Host to GPU rate. Zero means the link may carry nothing.
+    pub h2d_bytes_per_s: BytesPerSecond,
+    /// NVMe write rate. Zero means the link may carry nothing.
+    pub nvme_write_bytes_per_s: BytesPerSecond,
+    /// NVMe read rate. Zero means the link may carry nothing.
+    pub nvme_read_bytes_per_s: BytesPerSecond,
+    /// Window lengths are multiplied by this for the two PCIe pools.
+    pub pcie_window_scale: f64,
+    /// Window lengths are multiplied by this for the two NVMe pools.
+    pub nvme_window_scale: f64,
+    /// Share of the PCIe rate that a window may use.
+    pub pcie_capacity_fraction: f64,
+    /// Share of the NVMe rate that a window may use.
+    pub nvme_capacity_fraction: f64,
+    /// Most layers in a block (between two saved boundaries), at least 1.
+    pub max_segment_layers: usize,
+    /// Objective weight of each saved boundary (ms).
+    pub checkpoint_penalty: f64,
+    /// Objective weight of each boundary on NVMe (ms).
+    pub nvme_tiebreak: f64,
+    /// Boundary i may leave the GPU from window i + offset on. Absent in JSON: 0.
+    pub d2h_first_window_offset: usize,
+    /// Boundary i may come back in windows i + offset and above. Absent in JSON: 1.
+    pub h2d_first_window_offset: usize,
+    /// Decisions made beforehand.
+    pub locks: Option<Locks>,
+
+    /// Keep extension: each layer's internals, without its input boundary, N values.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer_internal_bytes: Option<Vec<Bytes>>,
+    /// Keep extension: most bytes of a forward besides boundaries and internals, N values.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer_forward_workspace_bytes: Option<Vec<Bytes>>,
+    /// Keep extension: most bytes of a backward besides boundaries and internals, N values.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer_backward_workspace_bytes: Option<Vec<Bytes>>,
+    /// Keep extension: workspace of the loss, with boundary N and its gradient.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_workspace_bytes: Option<Bytes>,
+    /// Keep extension: all HBM. Its presence selects the keep model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hbm_cap_bytes: Option<Bytes>,
+    /// Keep extension: HBM taken by what is not placed here (weights, gradients).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hbm_fixed_bytes: Option<Bytes>,
+    /// Keep extension: constant of the rule for transfers in flight.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub transfer_slack_bytes: Option<Bytes>,
+    /// Keep extension: window length (ms) of the two inward pools, N values.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer_backward_window_ms: Option<Vec<f64>>,
+    /// Keep extension: whether internals may go to host RAM.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub internals_offload: Option<bool>,
+}
+
+impl CostChain {
+    /// Reads and validates a chain. `expected` and `proof` of published instances are ignored; other unknown keys are refused.
+    ///
+    /// # Errors
+    /// [`ChainError`], naming the key at fault.
+    pub fn from_json(text: &str) -> Result<CostChain, ChainError> {
+        let map: Map<String, Value> =
+            serde_json::from_str(text).map_err(|e| ChainError::Syntax(e.to_string()))?;
+        CostChain::try_from(map)
+    }
+
+    /// The chain as JSON text; [`CostChain::from_json`] reads it back unchanged.
+    pub fn to_json(&self) -> String {
+        // Serialising plain numbers, strings and string-keyed maps into memory cannot fail.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// SHA-256 (hex) of the problem: equal for chains that differ only in `name` and `comment`, or in how numbers are spelled.
+    pub fn hash(&self) -> String {
+        let mut bare = CostChain { name: None, comment: None, ..self.clone() };
+        if let Some(locks) = &mut bare.locks {
+            if let Some(list) = &mut locks.gpu {
+                list.sort_unstable();
+                list.dedup();
+            }
+            if let Some(edges) = &mut locks.edges {
+                edges.sort_unstable();
+            }
+        }
+        bare.locks = bare.locks.filter(|locks| !locks.is_empty());
+        Sha256::digest(bare.to_json().as_bytes()).iter().map(|b| format!("{b:02x}")).collect()
+    }
+
+    /// Number of boundaries, N + 1.
+    pub fn boundaries(&self) -> usize {
+        self.layers + 1
+    }
+
+    /// Checks lengths, ranges and lock indices. [`CostChain::from_json`] has done so already; chains built in code have not been
+    /// checked.
+    ///
+    /// # Errors
+    /// The first [`ChainError`] found.
+    pub fn validate(&self) -> Result<(), ChainError> {
+        check_layers(self.layers)?;
+        if self.max_segment_layers == 0 {
+            return Err(invalid("max_segment_layers", "0; a block has at least 1 layer"));
+        }
+        let n = self.layers;
+        for (key, values) in [
+            ("layer_window_ms", Some(&self.layer_window_ms)),
+            ("layer_recompute_ms", Some(&self.layer_recompute_ms)),
+            ("layer_backward_window_ms", self.layer_backward_window_ms.as_ref()),
+        ] {
+            let Some(values) = values else { continue };
+            check_length(key, values.len(), n)?;
+            for (i, v) in values.iter().enumerate() {
+                check_number(&format!("{key}[{i}]"), *v)?;
+            }
+        }
+        for (key, values, length) in [
+            ("boundary_bytes", Some(&self.boundary_bytes), n + 1),
+            ("param_h2d_bytes", Some(&self.param_h2d_bytes), n),
+            ("grad_d2h_bytes", Some(&self.grad_d2h_bytes), n),
+            ("layer_internal_bytes", self.layer_internal_bytes.as_ref(), n),
+            ("layer_forward_workspace_bytes", self.layer_forward_workspace_bytes.as_ref(), n),
+            ("layer_backward_workspace_bytes", self.layer_backward_workspace_bytes.as_ref(), n),
+        ] {
+            let Some(values) = values else { continue };
+            check_length(key, values.len(), length)?;
+            check_bytes(key, values)?;
+        }
+        self.validate_scalars()?;
+        self.locks.as_ref().map_or(Ok(()), |locks| check_locks(locks, n))
+    }
+
+    fn validate_scalars(&self) -> Result<(), ChainError> {
+        for (key, value) in [
+            ("gpu_budget_bytes", Some(self.gpu_budget_bytes)),
+            ("cpu_budget_bytes", Some(self.cpu_budget_bytes)),
+            ("nvme_budget_bytes", Some(self.nvme_budget_bytes)),
+            ("loss_workspace_bytes", self.loss_workspace_bytes),
+            ("hbm_cap_bytes", self.hbm_cap_bytes),
+            ("hbm_fixed_bytes", self.hbm_fixed_bytes),
+            ("transfer_slack_bytes", self.transfer_slack_bytes),
+        ] {
+            check_bytes(key, &value.into_iter().collect::<Vec<_>>())?;
+        }
+        for (key, value) in [
+            ("d2h_bytes_per_s", self.d2h_bytes_per_s.get()),
+            ("h2d_bytes_per_s", self.h2d_bytes_per_s.get()),
+            ("nvme_write_bytes_per_s", self.nvme_write_bytes_per_s.get()),
+            ("nvme_read_bytes_per_s", self.nvme_read_bytes_per_s.get()),
+            ("pcie_window_scale", self.pcie_window_scale),
+            ("nvme_window_scale", self.nvme_window_scale),
+            ("pcie_capacity_fraction", self.pcie_capacity_fraction),
+            ("nvme_capacity_fraction", self.nvme_capacity_fraction),
+            ("checkpoint_penalty", self.checkpoint_penalty),
+            ("nvme_tiebreak", self.nvme_tiebreak),
+        ] {
+            check_number(key, value)?;
+        }
+        Ok(())
+    }
+}
+
+fn check_layers(layers: usize) -> Result<(), ChainError> {
+    if (1..=MAX_LAYERS).contains(&layers) {
+        return Ok(());
+    }
+    Err(invalid("layers", format!("{layers}; it must lie between 1 and {MAX_LAYERS}")))
+}
+
+fn check_length(key: &str, got: usize, want: usize) -> Result<(), ChainError> {
+    if got == want {
+        return Ok(());
+    }
+    let rule = match key {
+        "boundary_bytes" => "one a boundary, layers + 1",
+        _ => "one a layer",
+    };
+    Err(invalid(key, format!("{got} values; there must be {want} ({rule})")))
+}
+
+fn check_number(key: &str, value: f64) -> Result<(), ChainError> {
+    if (0.0..=MAX_NUMBER).contains(&value) {
+        return Ok(());
+    }
+    Err(invalid(key, format!("{value}; it must be a number between 0 and {MAX_NUMBER:e}")))
+}
+
+/// Each value and their sum must stay in range, so that sums of any subset cannot overflow.
+fn check_bytes(key: &str, values: &[Bytes]) -> Result<(), ChainError> {
+    let mut total: u64 = 0;
+    for value in values {
+        total = total.saturating_add(value.get());
+        if total > MAX_BYTES {
+            return Err(invalid(key, format!("{total} bytes or more in all; the most is 2^62")));
+        }
+    }
+    Ok(())
+}
+
+fn check_locks(locks: &Locks, layers: usize) -> Result<(), ChainError> {
+    let edges = locks.edges.iter().flatten().flat_map(|(s, e)| [*s, *e]);
+    let boundaries = edges
+        .map(|i| ("locks.edges", i))
+        .chain(locks.gpu.iter().flatten().map(|i| ("locks.gpu", *i)))
+        .chain(locks.fixed.keys().map(|i| ("locks.fixed", *i)));
+    for (key, i) in boundaries {
+        if i.get() > layers {
+            return Err(invalid(key, format!("boundary {i}; the boundaries are 0 to {layers}")));
+        }
+    }
+    match locks.keep.keys().find(|l| l.get() >= layers) {
+        Some(l) => Err(invalid("locks.keep", format!("layer {l}; the layers are 0 to {}", layers - 1))),
+        None => Ok(()),
+    }
+}
+
+const fn state_name(placement: Placement) -> &'static str {
+    match placement {
+        Placement::Hbm => "gpu",
+        Placement::Host => "cpu",
+        Placement::Nvme => "nvme",
+        Placement::Recompute => "skip",
+    }
+}
+
+fn write_fixed<S: serde::Serializer>(
+    fixed: &BTreeMap<BoundaryIndex, Placement>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(fixed.iter().map(|(i, p)| (i.to_string(), state_name(*p))))
+}
+
+fn write_keep<S: serde::Serializer>(
+    keep: &BTreeMap<LayerIndex, bool>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(keep.iter().map(|(l, k)| (l.to_string(), if *k { "K" } else { "-" })))
+}
+
+/// Takes typed values out of an object, naming the key in every refusal.
+struct Reader(Map<String, Value>);
+
+impl Reader {
+    /// An absent key and `null` are the same.
+    fn optional<T>(
+        &mut self,
+        key: &str,
+        read: fn(&str, Value) -> Result<T, ChainError>,
+    ) -> Result<Option<T>, ChainError> {
+        match self.0.remove(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => read(key, value).map(Some),
+        }
+    }
+
+    fn required<T>(
+        &mut self,
+        key: &'static str,
+        read: fn(&str, Value) -> Result<T, ChainError>,
+    ) -> Result<T, ChainError> {
+        self.optional(key, read)?.ok_or(ChainError::Missing(key))
+    }
+}
+
+fn whole(key: &str, value: Value) -> Result<u64, ChainError> {
+    value.as_u64().ok_or_else(|| invalid(key, format!("{value}; it must be a whole number, 0 or more")))
+}
+
+fn count(key: &str, value: Value) -> Result<usize, ChainError> {
+    let n = whole(key, value)?;
+    usize::try_from(n).map_err(|_| invalid(key, format!("{n} is too large")))
+}
+
+fn bytes(key: &str, value: Value) -> Result<Bytes, ChainError> {
+    whole(key, value).map(Bytes)
+}
+
+fn number(key: &str, value: Value) -> Result<f64, ChainError> {
+    let n = value.as_f64().ok_or_else(|| invalid(key, format!("{value}; it must be a number")))?;
+    check_number(key, n)?;
+    // -0.0 becomes 0.0, so that equal problems hash alike.
+    Ok(n + 0.0)
+}
+
+fn rate(key: &str, value: Value) -> Result<BytesPerSecond, ChainError> {
+    number(key, value).map(BytesPerSecond)
+}
+
+fn text(key: &str, value: Value) -> Result<String, ChainError> {
+    match value {
+        Value::String(s) => Ok(s),
+        other => Err(invalid(key, format!("{other}; it must be a string"))),
+    }
+}
+
+fn flag(key: &str, value: Value) -> Result<bool, ChainError> {
+    value.as_bool().ok_or_else(|| invalid(key, format!("{value}; it must be true or false")))
+}
+
+fn list<T>(
+    key: &str,
+    value: Value,
+    read: fn(&str, Value) -> Result<T, ChainError>,
+) -> Result<Vec<T>, ChainError> {
+    let Value::Array(items) = value else { return Err(invalid(key, "it must be a list")) };
+    items.into_iter().enumerate().map(|(i, v)| read(&format!("{key}[{i}]"), v)).collect()
+}
+
+fn numbers(key: &str, value: Value) -> Result<Vec<f64>, ChainError> {
+    list(key, value, number)
+}
+
+fn byte_list(key: &str, value: Value) -> Result<Vec<Bytes>, ChainError> {
+    list(key, value, bytes)
+}
+
+fn boundary(key: &str, value: Value) -> Result<BoundaryIndex, ChainError> {
+    count(key, value).map(BoundaryIndex)
+}
+
+fn edge(key: &str, value: Value) -> Result<(BoundaryIndex, BoundaryIndex), ChainError> {
+    let ends = list(key, value, boundary)?;
+    match ends[..] {
+        [first, next] => Ok((first, next)),
+        _ => Err(invalid(key, "it must be a pair [first boundary, next boundary]")),
+    }
+}
+
+/// Reads an object whose keys are indices.
+fn indexed<T>(
+    key: &str,
+    value: Value,
+    read: fn(&str, Value) -> Result<T, ChainError>,
+) -> Result<Vec<(usize, T)>, ChainError> {
+    let Value::Object(map) = value else { return Err(invalid(key, "it must be an object")) };
+    let entry = |(k, v): (String, Value)| {
+        let index = k.parse().map_err(|_| invalid(key, format!("`{k}` is not an index")))?;
+        Ok((index, read(&format!("{key}.{k}"), v)?))
+    };
+    map.into_iter().map(entry).collect()
+}
+
+fn state(key: &str, value: Value) -> Result<Placement, ChainError> {
+    let all = [Placement::Hbm, Placement::Host, Placement::Nvme, Placement::Recompute];
+    let found = all.into_iter().find(|p| value.as_str() == Some(state_name(*p)));
+    found.ok_or_else(|| invalid(key, format!("{value}; it must be \"gpu\", \"cpu\", \"nvme\" or \"skip\"")))
+}
+
+fn kept(key: &str, value: Value) -> Result<bool, ChainError> {
+    match value.as_str() {
+        Some("K") => Ok(true),
+        Some("-") => Ok(false),
+        _ => Err(invalid(key, format!("{value}; it must be \"K\" or \"-\""))),
+    }
+}
+
+fn locks(key: &str, value: Value) -> Result<Locks, ChainError> {
+    let Value::Object(map) = value else { return Err(invalid(key, "it must be an object or null")) };
+    let mut r = Reader(map);
+    let locks = Locks {
+        edges: r.optional("edges", |k, v| list(&format!("locks.{k}"), v, edge))?,
+        gpu: r.optional("gpu", |k, v| list(&format!("locks.{k}"), v, boundary))?,
+        fixed: r
+            .optional("fixed", |k, v| indexed(&format!("locks.{k}"), v, state))?
+            .into_iter()
+            .flatten()
+            .map(|(i, p)| (BoundaryIndex(i), p))
+            .collect(),
+        keep: r
+            .optional("keep", |k, v| indexed(&format!("locks.{k}"), v, kept))?
+            .into_iter()
+            .flatten()
+            .map(|(l, k)| (LayerIndex(l), k))
+            .collect(),
+    };
+    match r.0.into_iter().next() {
+        Some((k, _)) => Err(ChainError::Unknown(format!("locks.{k}"))),
+        None => Ok(locks),
+    }
+}
+
+impl TryFrom<Map<String, Value>> for CostChain {
+    type Error = ChainError;
+
+    fn try_from(map: Map<String, Value>) -> Result<CostChain, ChainError> {
+        let mut r = Reader(map);
+        r.0.remove("expected");
+        r.0.remove("proof");
+        // First, so that a wild count is refused before anything is sized by it.
+        let layers = r.required("layers", count)?;
+        check_layers(layers)?;
+        let chain = CostChain {
+            name: r.optional("name", text)?,
+            comment: r.optional("comment", text)?,
+            layers,
+            layer_window_ms: r.required("layer_window_ms", numbers)?,
+            layer_recompute_ms: r.required("layer_recompute_ms", numbers)?,
+            boundary_bytes: r.required("boundary_bytes", byte_list)?,
+            param_h2d_bytes: r.required("param_h2d_bytes", byte_list)?,
+            grad_d2h_bytes: r.required("grad_d2h_bytes", byte_list)?,
+            gpu_budget_bytes: r.required("gpu_budget_bytes", bytes)?,
+            cpu_budget_bytes: r.required("cpu_budget_bytes", bytes)?,
+            nvme_budget_bytes: r.required("nvme_budget_bytes", bytes)?,
+            d2h_bytes_per_s: r.required("d2h_bytes_per_s", rate)?,
+            h2d_bytes_per_s: r.required("h2d_bytes_per_s", rate)?,
+            nvme_write_bytes_per_s: r.required("nvme_write_bytes_per_s", rate)?,
+            nvme_read_bytes_per_s: r.required("nvme_read_bytes_per_s", rate)?,
+            pcie_window_scale: r.required("pcie_window_scale", number)?,
+            nvme_window_scale: r.required("nvme_window_scale", number)?,
+            pcie_capacity_fraction: r.required("pcie_capacity_fraction", number)?,
+            nvme_capacity_fraction: r.required("nvme_capacity_fraction", number)?,
+            max_segment_layers: r.required("max_segment_layers", count)?,
+            checkpoint_penalty: r.required("checkpoint_penalty", number)?,
+            nvme_tiebreak: r.required("nvme_tiebreak", number)?,
+            d2h_first_window_offset: r.optional("d2h_first_window_offset", count)?.unwrap_or(0),
+            h2d_first_window_offset: r.optional("h2d_first_window_offset", count)?.unwrap_or(1),
+            locks: r.optional("locks", locks)?.filter(|l| !l.is_empty()),
+            layer_internal_bytes: r.optional("layer_internal_bytes", byte_list)?,
+            layer_forward_workspace_bytes: r.optional("layer_forward_workspace_bytes", byte_list)?,
+            layer_backward_workspace_bytes: r.optional("layer_backward_workspace_bytes", byte_list)?,
+            loss_workspace_bytes: r.optional("loss_workspace_bytes", bytes)?,
+            hbm_cap_bytes: r.optional("hbm_cap_bytes", bytes)?,
+            hbm_fixed_bytes: r.optional("hbm_fixed_bytes", bytes)?,
+            transfer_slack_bytes: r.optional("transfer_slack_bytes", bytes)?,
+            layer_backward_window_ms: r.optional("layer_backward_window_ms", numbers)?,
+            internals_offload: r.optional("internals_offload", flag)?,
+        };
+        if let Some((key, _)) = r.0.into_iter().next() {
+            return Err(ChainError::Unknown(key));
+        }
+        chain.validate()?;
+        Ok(chain)
+    }
+}
