@@ -12,6 +12,8 @@ use num_traits::{One, Signed, ToPrimitive, Zero};
 use serde::Serialize;
 
 use crate::chain::{ChainError, CostChain};
+use crate::schedule::Counts;
+use crate::step::TierBytes;
 use crate::units::{BoundaryIndex, Bytes, Placement, Tier};
 
 /// The four kinds of transfer, each with its own rate and windows.
@@ -70,37 +72,6 @@ impl ExposedMs {
             Pool::NvmeRead => &mut self.nvme_read,
         }
     }
-}
-
-/// Boundaries by what happens to them. The four numbers sum to N + 1.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Counts {
-    /// Stay in HBM.
-    pub hbm: usize,
-    /// Go to host RAM.
-    pub host: usize,
-    /// Go to NVMe.
-    pub nvme: usize,
-    /// Are recomputed.
-    pub recompute: usize,
-}
-
-impl Counts {
-    /// Saved boundaries.
-    pub const fn checkpoints(&self) -> usize {
-        self.hbm + self.host + self.nvme
-    }
-}
-
-/// Sum of the boundaries saved in each tier. The chain's budgets bound these simple sums.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct TierBytes {
-    /// In HBM.
-    pub hbm: Bytes,
-    /// In host RAM.
-    pub host: Bytes,
-    /// On NVMe.
-    pub nvme: Bytes,
 }
 
 /// What an allowed placement costs.

@@ -4,10 +4,16 @@
 
 pub mod chain;
 pub mod evaluate;
+mod layout;
+pub mod schedule;
 pub mod span;
+pub mod step;
+pub mod timeline;
 pub mod units;
 
 pub use chain::{ChainError, CostChain, Locks};
-pub use evaluate::{Counts, Evaluation, ExposedMs, Pool, TierBytes, Violation, evaluate};
+pub use evaluate::{Evaluation, ExposedMs, Pool, Violation, evaluate};
+pub use schedule::{Counts, Schedule};
 pub use span::{Lane, Span};
+pub use step::{StepPlan, TierBytes};
 pub use units::{BoundaryIndex, Bytes, BytesPerSecond, LayerIndex, Placement, Seconds, Tier};
