@@ -5,6 +5,7 @@
 pub mod chain;
 pub mod evaluate;
 mod layout;
+pub mod problem;
 pub mod schedule;
 pub mod span;
 pub mod step;
@@ -13,6 +14,7 @@ pub mod units;
 
 pub use chain::{ChainError, CostChain, Locks};
 pub use evaluate::{Evaluation, ExposedMs, Pool, Violation, evaluate};
+pub use problem::{StepProblem, Verified, VerifyError};
 pub use schedule::{Counts, Schedule};
 pub use span::{Lane, Span};
 pub use step::{StepPlan, TierBytes};

@@ -1,0 +1,243 @@
+//! A step to be planned on a machine: sizes, costs and budgets together; the cost chain they give, and the check that a
+//! schedule keeps every budget at every moment of the step.
+
+use std::collections::BTreeMap;
+
+use crate::chain::{CostChain, Locks};
+use crate::schedule::{ExposedSeconds, Promise, Schedule, ScheduleError};
+use crate::step::{StepError, StepPlan, TierBytes};
+use crate::timeline::{StepCosts, Timeline, simulate};
+use crate::units::{BoundaryIndex, Bytes, Placement, Seconds, Tier};
+
+/// Objective weight of a saved boundary (ms), as in the reference formulation: breaks ties towards fewer checkpoints.
+const CHECKPOINT_PENALTY_MS: f64 = 1e-5;
+/// Objective weight of a boundary on NVMe (ms), as in the reference formulation.
+const NVME_TIEBREAK_MS: f64 = 1e-3;
+
+/// Everything a planner has to know about one optimizer step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepProblem {
+    /// Size of each boundary, `0..=N`.
+    pub boundary_bytes: Vec<Bytes>,
+    /// What each layer keeps for its backward when its internals are kept, `0..N`.
+    pub saved_bytes: Vec<Bytes>,
+    /// Times of layers and links, for one micro-batch.
+    pub costs: StepCosts,
+    /// Micro-batches in a step.
+    pub micro_batches: usize,
+    /// Time of the optimizer, gradient norm and clearing of gradients included.
+    pub optimizer: Seconds,
+    /// Bytes that are there whatever goes where. HBM: weights, gradients, the running layer's internals and workspace, the
+    /// loss's workspace. Host: the optimizer's ring.
+    pub fixed: TierBytes,
+    /// The caps.
+    pub budgets: TierBytes,
+    /// Most layers in a block.
+    pub max_segment: usize,
+}
+
+/// A schedule that keeps the budgets, with what follows from it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Verified {
+    /// The operations of one micro-batch.
+    pub plan: StepPlan,
+    /// Their simulated time line.
+    pub timeline: Timeline,
+    /// What is promised of the whole step.
+    pub promise: Promise,
+}
+
+/// Why a schedule may not run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VerifyError {
+    /// Not a schedule for this model.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    /// Cannot be carried out.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// A tier would overflow.
+    #[error(
+        "the schedule needs {needed} in {tier} ({fixed} of it whatever is placed where), the budget is {budget}: raise the {tier} \
+         budget by {} or solve again under this one", Bytes(needed.get() - budget.get())
+    )]
+    OverBudget {
+        /// The tier.
+        tier: Tier,
+        /// Bytes needed at the worst moment.
+        needed: Bytes,
+        /// The part that no placement changes.
+        fixed: Bytes,
+        /// The budget.
+        budget: Bytes,
+    },
+}
+
+impl StepProblem {
+    /// The placement problem, with `room` bytes of each tier for boundaries between forward and backward.
+    ///
+    /// Windows are the forward times of the layers, in both directions: backward windows are longer, so what the chain
+    /// calls hidden has room to spare. The last boundary is locked to HBM, since the loss reads it at once.
+    pub fn chain(&self, room: TierBytes) -> CostChain {
+        let layers = self.saved_bytes.len();
+        let forward_ms: Vec<f64> = self.costs.forward.iter().map(|s| s.as_ms()).collect();
+        CostChain {
+            name: None,
+            comment: None,
+            layers,
+            layer_window_ms: forward_ms.clone(),
+            layer_recompute_ms: forward_ms,
+            boundary_bytes: self.boundary_bytes.clone(),
+            param_h2d_bytes: vec![Bytes::ZERO; layers],
+            grad_d2h_bytes: vec![Bytes::ZERO; layers],
+            gpu_budget_bytes: room.hbm,
+            cpu_budget_bytes: room.host,
+            nvme_budget_bytes: room.nvme,
+            d2h_bytes_per_s: self.costs.links.d2h,
+            h2d_bytes_per_s: self.costs.links.h2d,
+            nvme_write_bytes_per_s: self.costs.links.nvme_write,
+            nvme_read_bytes_per_s: self.costs.links.nvme_read,
+            pcie_window_scale: 1.0,
+            nvme_window_scale: 1.0,
+            pcie_capacity_fraction: 1.0,
+            nvme_capacity_fraction: 1.0,
+            max_segment_layers: self.max_segment,
+            checkpoint_penalty: CHECKPOINT_PENALTY_MS,
+            nvme_tiebreak: NVME_TIEBREAK_MS,
+            d2h_first_window_offset: 0,
+            h2d_first_window_offset: 1,
+            locks: Some(Locks {
+                fixed: BTreeMap::from([(BoundaryIndex(layers), Placement::Hbm)]),
+                ..Locks::default()
+            }),
+            layer_internal_bytes: None,
+            layer_forward_workspace_bytes: None,
+            layer_backward_workspace_bytes: None,
+            loss_workspace_bytes: None,
+            hbm_cap_bytes: None,
+            hbm_fixed_bytes: None,
+            transfer_slack_bytes: None,
+            layer_backward_window_ms: None,
+            internals_offload: None,
+        }
+    }
+
+    /// Bytes each tier holds at the worst moment of `plan`, everything counted.
+    pub fn peaks(&self, schedule: &Schedule, plan: &StepPlan) -> TierBytes {
+        let kept: Bytes =
+            self.saved_bytes.iter().zip(&schedule.keep).filter(|(_, keep)| **keep).map(|(b, _)| *b).sum();
+        TierBytes {
+            hbm: self.fixed.hbm + kept + plan.extents.hbm,
+            host: self.fixed.host + plan.extents.host,
+            nvme: self.fixed.nvme + plan.extents.nvme,
+        }
+    }
+
+    /// Checks that `schedule` is for this step and keeps every budget at every moment, and says what it promises.
+    ///
+    /// # Errors
+    /// The first rule it breaks.
+    pub fn verify(&self, schedule: &Schedule) -> Result<Verified, VerifyError> {
+        schedule.check_shape(&self.boundary_bytes)?;
+        let plan = StepPlan::new(schedule, &self.boundary_bytes)?;
+        let peak_bytes = self.peaks(schedule, &plan);
+        for tier in Tier::ALL {
+            let (needed, budget) = (peak_bytes.get(tier), self.budgets.get(tier));
+            if needed > budget {
+                return Err(VerifyError::OverBudget { tier, needed, fixed: self.fixed.get(tier), budget });
+            }
+        }
+        let timeline = simulate(&plan, &self.costs);
+        let promise = self.promise(&plan, &timeline, peak_bytes);
+        Ok(Verified { plan, timeline, promise })
+    }
+
+    fn promise(&self, plan: &StepPlan, timeline: &Timeline, peak_bytes: TierBytes) -> Promise {
+        let times = self.micro_batches as f64;
+        let forward = timeline.forward(plan);
+        let backward = timeline.total() - forward;
+        let exposed = timeline.exposed();
+        Promise {
+            step_s: Seconds(times * timeline.total().get()) + self.optimizer,
+            forward_s: Seconds(times * forward.get()),
+            backward_s: Seconds(times * backward.get()),
+            optimizer_s: self.optimizer,
+            exposed_s: ExposedSeconds {
+                d2h: Seconds(times * exposed.d2h.get()),
+                h2d: Seconds(times * exposed.h2d.get()),
+                nvme_write: Seconds(times * exposed.nvme_write.get()),
+                nvme_read: Seconds(times * exposed.nvme_read.get()),
+            },
+            peak_bytes,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::timeline::LinkRates;
+    use crate::units::BytesPerSecond;
+
+    const MIB: Bytes = Bytes::from_mib(1);
+
+    fn problem(layers: usize, hbm: Bytes) -> StepProblem {
+        let rate = BytesPerSecond::from_gb(1.0);
+        StepProblem {
+            boundary_bytes: vec![MIB; layers + 1],
+            saved_bytes: vec![MIB * 10; layers],
+            costs: StepCosts {
+                prologue: Seconds::ZERO,
+                forward: vec![Seconds::from_ms(10.0); layers],
+                saving_forward: vec![Seconds::from_ms(11.0); layers],
+                backward: vec![Seconds::from_ms(20.0); layers],
+                epilogue: Seconds::from_ms(5.0),
+                prologue_backward: Seconds::ZERO,
+                links: LinkRates { d2h: rate, h2d: rate, nvme_write: rate, nvme_read: rate },
+            },
+            micro_batches: 2,
+            optimizer: Seconds::from_ms(7.0),
+            fixed: TierBytes { hbm: MIB * 100, ..TierBytes::default() },
+            budgets: TierBytes { hbm, host: MIB * 8, nvme: MIB * 8 },
+            max_segment: 4,
+        }
+    }
+
+    #[test]
+    fn checkpointing_four_layers_is_counted_by_hand() {
+        let problem = problem(4, MIB * 106);
+        let schedule = Schedule::named("checkpoint", &problem.boundary_bytes, false);
+        let verified = problem.verify(&schedule).unwrap();
+        // Five boundaries and one gradient at the turn, beside 100 MiB that are always there.
+        assert_eq!(verified.promise.peak_bytes.hbm, MIB * 106);
+        let step_ms = 2.0 * (4.0 * 10.0 + 5.0 + 4.0 * (11.0 + 20.0)) + 7.0;
+        assert!((verified.promise.step_s.as_ms() - step_ms).abs() < 1e-9);
+    }
+
+    #[test]
+    fn one_mebibyte_less_is_refused_with_the_numbers() {
+        let problem = problem(4, MIB * 105);
+        let schedule = Schedule::named("checkpoint", &problem.boundary_bytes, false);
+        let message = problem.verify(&schedule).unwrap_err().to_string();
+        assert!(message.contains("106.00 MiB") && message.contains("105.00 MiB"), "{message}");
+    }
+
+    #[test]
+    fn kept_internals_count() {
+        let mut problem = problem(4, MIB * 145);
+        let schedule = Schedule::named("resident", &problem.boundary_bytes, true);
+        assert!(problem.verify(&schedule).is_err());
+        problem.budgets.hbm = MIB * 146;
+        assert_eq!(problem.verify(&schedule).unwrap().promise.peak_bytes.hbm, MIB * 146);
+    }
+
+    #[test]
+    fn a_schedule_for_other_boundaries_is_refused() {
+        let problem = problem(4, MIB * 200);
+        let schedule = Schedule::named("checkpoint", &[MIB; 4], false);
+        assert!(problem.verify(&schedule).unwrap_err().to_string().contains("another model"));
+        let schedule = Schedule::named("checkpoint", &[MIB * 2; 5], false);
+        assert!(problem.verify(&schedule).unwrap_err().to_string().contains("another model"));
+    }
+}
