@@ -3,7 +3,11 @@
 //! This crate opens no device and links no solver.
 
 pub mod chain;
+pub mod config;
+pub mod error;
 pub mod evaluate;
+mod json;
+pub mod layers;
 mod layout;
 pub mod problem;
 pub mod schedule;
@@ -13,7 +17,10 @@ pub mod timeline;
 pub mod units;
 
 pub use chain::{ChainError, CostChain, Locks};
+pub use config::{Family, LayerKind, ModelSpec};
+pub use error::Error;
 pub use evaluate::{Evaluation, ExposedMs, Pool, Violation, evaluate};
+pub use layers::{Parameter, SavedTensor, Workload};
 pub use problem::{StepProblem, Verified, VerifyError};
 pub use schedule::{Counts, Schedule};
 pub use span::{Lane, Span};

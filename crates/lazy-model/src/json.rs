@@ -1,0 +1,115 @@
+//! Strict access to parsed JSON: every failure names the key path.
+
+use serde_json::{Map, Value};
+
+use crate::error::Error;
+
+/// One JSON object together with the path that leads to it.
+#[derive(Clone)]
+pub(crate) struct Object<'a> {
+    document: &'static str,
+    path: String,
+    map: &'a Map<String, Value>,
+}
+
+impl<'a> Object<'a> {
+    /// The top level of `document`.
+    pub(crate) fn root(document: &'static str, value: &'a Value) -> Result<Self, Error> {
+        match value.as_object() {
+            Some(map) => Ok(Self { document, path: String::new(), map }),
+            None => Err(Error::Value {
+                document,
+                key: "(top level)".into(),
+                problem: format!("must be an object, not {}", kind(value)),
+            }),
+        }
+    }
+
+    /// The full path of `key`.
+    pub(crate) fn path_of(&self, key: &str) -> String {
+        if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
+    }
+
+    /// An error about `key`.
+    pub(crate) fn error(&self, key: &str, problem: impl Into<String>) -> Error {
+        Error::Value { document: self.document, key: self.path_of(key), problem: problem.into() }
+    }
+
+    /// The value of `key`; `null` counts as absent, as it does in configuration classes with `None` defaults.
+    pub(crate) fn get(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key).filter(|value| !value.is_null())
+    }
+
+    /// Whether `key` is written down at all, be it as `null`.
+    pub(crate) fn has(&self, key: &str) -> bool {
+        self.map.contains_key(key)
+    }
+
+    /// The keys, in order.
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.map.keys().map(String::as_str)
+    }
+
+    /// The object under `key`, where there is one.
+    pub(crate) fn object(&self, key: &str) -> Result<Option<Object<'a>>, Error> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_object() {
+            Some(map) => Ok(Some(Object { document: self.document, path: self.path_of(key), map })),
+            None => Err(self.wrong_kind(key, "an object", value)),
+        }
+    }
+
+    /// The string under `key`, where there is one.
+    pub(crate) fn string(&self, key: &str) -> Result<Option<&'a str>, Error> {
+        self.get(key).map(|v| v.as_str().ok_or_else(|| self.wrong_kind(key, "a string", v))).transpose()
+    }
+
+    /// The truth value under `key`, where there is one.
+    pub(crate) fn bool(&self, key: &str) -> Result<Option<bool>, Error> {
+        self.get(key).map(|v| v.as_bool().ok_or_else(|| self.wrong_kind(key, "true or false", v))).transpose()
+    }
+
+    /// The number under `key`, where there is one.
+    pub(crate) fn number(&self, key: &str) -> Result<Option<f64>, Error> {
+        self.get(key).map(|v| v.as_f64().ok_or_else(|| self.wrong_kind(key, "a number", v))).transpose()
+    }
+
+    /// The list under `key`, where there is one.
+    pub(crate) fn list(&self, key: &str) -> Result<Option<&'a [Value]>, Error> {
+        let list =
+            |v: &'a Value| v.as_array().map(Vec::as_slice).ok_or_else(|| self.wrong_kind(key, "a list", v));
+        self.get(key).map(list).transpose()
+    }
+
+    /// The positive whole number under `key`, at most `limit`, where there is one.
+    pub(crate) fn count(&self, key: &str, limit: usize) -> Result<Option<usize>, Error> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let count = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&n| n > 0);
+        let count = count.ok_or_else(|| self.wrong_kind(key, "a positive whole number", value))?;
+        if count > limit {
+            return Err(self.error(key, format!("is {count}; at most {limit} is supported")));
+        }
+        Ok(Some(count))
+    }
+
+    /// The error for an absent `key`.
+    pub(crate) fn absent(&self, key: &str) -> Error {
+        self.error(key, "is absent, and no default is assumed: add it")
+    }
+
+    fn wrong_kind(&self, key: &str, wanted: &str, found: &Value) -> Error {
+        self.error(key, format!("must be {wanted}, not {}", kind(found)))
+    }
+}
+
+/// A short description of a value for messages; long texts are cut.
+fn kind(value: &Value) -> String {
+    match value {
+        Value::Null => "null".into(),
+        Value::Bool(b) => b.to_string(),
+        Value::Number(n) => n.to_string(),
+        Value::String(s) => format!("the string {:?}", s.chars().take(40).collect::<String>()),
+        Value::Array(_) => "a list".into(),
+        Value::Object(_) => "an object".into(),
+    }
+}
