@@ -1,1 +1,10 @@
-//! Placeholder page, replaced as the crate is written.
+//! Exact placement of activations over HBM, host RAM, NVMe and recomputation, solved with CBC.
+
+mod cbc;
+mod error;
+mod mip;
+mod problem;
+mod solve;
+
+pub use error::SolverError;
+pub use solve::{Method, Solution, SolveOptions, Status, solve};

@@ -1,0 +1,104 @@
+//! Hands a program to CBC through good_lp and says truthfully what came back.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use good_lp::solvers::coin_cbc::coin_cbc;
+use good_lp::{
+    Expression, ProblemVariables, ResolutionError, Solution, SolutionStatus, SolverModel, Variable, variable,
+};
+
+use crate::mip::{Mip, Row};
+
+/// CBC keeps global state: one solve at a time in a process. Held over building as well, so that waiting for another thread's
+/// solve is charged to the time limit and not to CBC's own clock.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// What CBC said about a program.
+#[derive(Clone, Debug)]
+pub(crate) enum Outcome {
+    /// The search ended. The values are claimed optimal.
+    Finished { values: Vec<f64>, bound: f64 },
+    /// The time limit came first. The values may be a relaxation's: whether they mean anything is for the caller to check.
+    OutOfTime { values: Vec<f64>, bound: Option<f64> },
+    /// No values satisfy the rows.
+    Infeasible,
+    /// CBC gave up.
+    Failed(String),
+}
+
+/// Solves `mip` to gap 0, or until `deadline`.
+pub(crate) fn solve(mip: &Mip, deadline: Option<Instant>) -> Outcome {
+    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut variables = ProblemVariables::new();
+    let columns: Vec<Variable> = mip
+        .binary
+        .iter()
+        .map(|binary| {
+            variables.add(match binary {
+                Some((lower, upper)) => variable().integer().min(*lower).max(*upper),
+                None => variable().min(0.0),
+            })
+        })
+        .collect();
+    let objective = weighted(&columns, mip.costs.iter().copied().enumerate());
+    let mut model = variables.minimise(objective).using(coin_cbc);
+    for Row { terms, lower, upper } in &mip.rows {
+        let sum = || weighted(&columns, terms.iter().copied());
+        if lower == upper {
+            model.add_constraint(sum().eq(*upper));
+            continue;
+        }
+        if upper.is_finite() {
+            model.add_constraint(sum().leq(*upper));
+        }
+        if lower.is_finite() {
+            model.add_constraint(sum().geq(*lower));
+        }
+    }
+    for (key, value) in [
+        // Exact: the chain's weights reach down to 1e-5 ms beside objectives of 1e3 ms.
+        ("ratioGap", "0"),
+        ("allowableGap", "0"),
+        ("increment", "1e-7"),
+        ("primalTolerance", "1e-8"),
+    ] {
+        model.set_parameter(key, value);
+    }
+    if let Some(deadline) = deadline {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Outcome::OutOfTime { values: vec![], bound: None };
+        }
+        // Wall clock: CBC counts processor seconds unless told otherwise.
+        model.set_parameter("timeMode", "elapsed");
+        model.set_parameter("sec", &left.as_secs_f64().to_string());
+    }
+    match model.solve() {
+        Ok(solution) => {
+            let values = columns.iter().map(|c| solution.value(*c)).collect();
+            let raw = solution.model();
+            match solution.status() {
+                SolutionStatus::Optimal => {
+                    Outcome::Finished { values, bound: raw.obj_value() + mip.constant }
+                }
+                _ => {
+                    let bound = raw.best_possible_value();
+                    // CBC's infinity is 1e50 and the like.
+                    let bound = (bound.abs() < 1e30).then_some(bound + mip.constant);
+                    Outcome::OutOfTime { values, bound }
+                }
+            }
+        }
+        Err(ResolutionError::Infeasible) => Outcome::Infeasible,
+        Err(other) => Outcome::Failed(other.to_string()),
+    }
+}
+
+fn weighted(columns: &[Variable], terms: impl Iterator<Item = (usize, f64)>) -> Expression {
+    let mut sum = Expression::default();
+    for (column, weight) in terms.filter(|(_, w)| *w != 0.0) {
+        sum.add_mul(weight, columns[column]);
+    }
+    sum
+}

@@ -1,0 +1,308 @@
+//! From a cost chain to a compact exact program. `docs/model.md` derives it.
+//!
+//! Per boundary three binaries: `skip` (recomputed), `off` (host or NVMe) and `nvme` (only with `off`). HBM is what is left. No
+//! block edges, because skipping a boundary costs one layer and blocks only bound runs of skips. No transfer per window, because
+//! a pool's exposed time is the largest overflow of any suffix of windows: one real column and one row per suffix.
+
+use lazy_model::{BoundaryIndex, Bytes, CostChain, Locks, Placement, Pool, Tier};
+
+use crate::mip::{Column, Mip};
+
+/// What is minimised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Goal {
+    /// The chain's own objective.
+    Cost,
+    /// The bytes in one tier, whose budget is ignored.
+    BytesIn(Tier),
+}
+
+/// The program of a chain, with what is needed to read its solutions.
+pub(crate) struct Problem {
+    pub(crate) mip: Mip,
+    sizes: Vec<u64>,
+    skip: Vec<Column>,
+    off: Vec<Column>,
+    nvme: Vec<Column>,
+}
+
+/// Which placements the ends and the locks leave to a boundary.
+#[derive(Clone, Copy, Debug)]
+struct Allowed {
+    hbm: bool,
+    host: bool,
+    nvme: bool,
+    skip: bool,
+}
+
+impl Problem {
+    /// The program of `chain` (validated), or `None` where locks or a link without bandwidth already rule out every placement.
+    pub(crate) fn new(chain: &CostChain, goal: Goal) -> Option<Problem> {
+        let allowed = allowed(chain)?;
+        let mut problem = Problem::with_columns(chain, &allowed, goal);
+        problem.block_rows(chain);
+        problem.budget_rows(chain, goal);
+        for pool in Pool::ALL {
+            problem.pool_rows(chain, pool, goal)?;
+        }
+        Some(problem)
+    }
+
+    fn with_columns(chain: &CostChain, allowed: &[Allowed], goal: Goal) -> Problem {
+        let sizes: Vec<u64> = chain.boundary_bytes.iter().map(|b| b.get()).collect();
+        let mut p = Problem { mip: Mip::default(), sizes, skip: vec![], off: vec![], nvme: vec![] };
+        let unit = unit(&p.sizes);
+        for (i, a) in allowed.iter().enumerate() {
+            let size = p.sizes[i] as f64 / unit;
+            // Cost of HBM (in the constant), and what skipping, offloading and NVMe add to it.
+            let (hbm, skip, off, nvme) = match goal {
+                Goal::Cost => {
+                    let recompute = if i == 0 { 0.0 } else { chain.layer_recompute_ms[i - 1] };
+                    let penalty = chain.checkpoint_penalty;
+                    (penalty, recompute - penalty, 0.0, chain.nvme_tiebreak)
+                }
+                Goal::BytesIn(Tier::Hbm) => (size, -size, -size, 0.0),
+                Goal::BytesIn(Tier::Host) => (0.0, 0.0, size, -size),
+                Goal::BytesIn(Tier::Nvme) => (0.0, 0.0, 0.0, size),
+            };
+            let (s, o, v) =
+                (p.mip.binary(skip, a.skip), p.mip.binary(off, a.host || a.nvme), p.mip.binary(nvme, a.nvme));
+            p.mip.constant += hbm;
+            // One placement each; without HBM as the rest, exactly one of the others.
+            p.mip.row(vec![(s, 1.0), (o, 1.0)], if a.hbm { f64::NEG_INFINITY } else { 1.0 }, 1.0);
+            // NVMe only when offloaded; without host, offloaded means NVMe.
+            p.mip.row(vec![(v, 1.0), (o, -1.0)], if a.host { f64::NEG_INFINITY } else { 0.0 }, 0.0);
+            p.skip.push(s);
+            p.off.push(o);
+            p.nvme.push(v);
+        }
+        p
+    }
+
+    /// No `max_segment_layers` boundaries in a row are skipped.
+    fn block_rows(&mut self, chain: &CostChain) {
+        let limit = chain.max_segment_layers;
+        for first in 1..=chain.layers.saturating_sub(limit) {
+            let run = self.skip[first..first + limit].iter().map(|s| (*s, 1.0)).collect();
+            self.mip.at_most(run, (limit - 1) as f64);
+        }
+    }
+
+    fn budget_rows(&mut self, chain: &CostChain, goal: Goal) {
+        let step = gcd(&self.sizes).max(1);
+        let unit = unit(&self.sizes);
+        let total: u64 = self.sizes.iter().sum();
+        for (tier, budget) in [
+            (Tier::Hbm, chain.gpu_budget_bytes),
+            (Tier::Host, chain.cpu_budget_bytes),
+            (Tier::Nvme, chain.nvme_budget_bytes),
+        ] {
+            if goal == Goal::BytesIn(tier) || budget.get() >= total {
+                continue;
+            }
+            // Every sum of sizes is a multiple of their greatest common divisor, so rounding down loses nothing and keeps a
+            // budget that is a few bytes short well outside the solver's tolerance.
+            let budget = budget.get() / step * step;
+            self.in_tier_at_most(tier, |size| size as f64 / unit, budget as f64 / unit, None);
+        }
+    }
+
+    /// `sum of weight(size) x [boundary is in tier] <= limit`, over all boundaries or those chosen.
+    fn in_tier_at_most(
+        &mut self,
+        tier: Tier,
+        weight: impl Fn(u64) -> f64,
+        limit: f64,
+        only: Option<&[usize]>,
+    ) {
+        let mut limit = limit;
+        let mut terms = Vec::new();
+        let all: Vec<usize> = (0..self.sizes.len()).collect();
+        for &i in only.unwrap_or(&all) {
+            let w = weight(self.sizes[i]);
+            match tier {
+                Tier::Hbm => {
+                    limit -= w;
+                    terms.extend([(self.skip[i], -w), (self.off[i], -w)]);
+                }
+                Tier::Host => terms.extend([(self.off[i], w), (self.nvme[i], -w)]),
+                Tier::Nvme => terms.push((self.nvme[i], w)),
+            }
+        }
+        self.mip.at_most(terms, limit);
+    }
+
+    /// Exposed time of one pool: at least what each suffix of windows is asked to carry beyond its room. Only the suffixes that
+    /// begin at some boundary's first window can bind, and of those only the ones that can overflow at all.
+    fn pool_rows(&mut self, chain: &CostChain, pool: Pool, goal: Goal) -> Option<()> {
+        let n = chain.layers;
+        let link = Link::of(chain, pool);
+        let users = if matches!(pool, Pool::D2h | Pool::H2d) { self.off.clone() } else { self.nvme.clone() };
+        if link.rate == 0.0 {
+            if link.mandatory.iter().any(|m| m.get() > 0) {
+                return None;
+            }
+            for (column, _) in users.iter().zip(&self.sizes).filter(|(_, size)| **size > 0) {
+                self.mip.binary[*column] = Some((0.0, 0.0));
+            }
+            return Some(());
+        }
+        if goal != Goal::Cost {
+            return Some(());
+        }
+        let ms = |bytes: u64| bytes as f64 * 1000.0 / link.rate;
+        let mut entering: Vec<Vec<usize>> = vec![vec![]; n + 1];
+        for i in 0..=n {
+            entering[i.saturating_add(link.offset).min(n)].push(i);
+        }
+        let exposed = self.mip.real(1.0);
+        let (mut room, mut demand) = (0.0, 0.0);
+        let mut tail: Vec<(Column, f64)> = vec![(exposed, 1.0)];
+        for (w, entering) in entering.iter().enumerate().rev() {
+            // The tail window n has no room: what is left for it is exposed.
+            if let Some(window) = chain.layer_window_ms.get(w) {
+                let mandatory = link.mandatory.get(w).map_or(0, |m| m.get());
+                let spare = window * link.window_factor - ms(mandatory);
+                // Mandatory overflow is exposed whatever is placed where.
+                self.mip.constant += (-spare).max(0.0);
+                room += spare.max(0.0);
+            }
+            for &i in entering {
+                tail.push((users[i], -ms(self.sizes[i])));
+                demand += ms(self.sizes[i]);
+            }
+            if !entering.is_empty() && demand > room {
+                self.mip.row(tail.clone(), -room, f64::INFINITY);
+            }
+        }
+        Some(())
+    }
+
+    /// Reads a placement off a solution, or `None` where a binary is fractional.
+    pub(crate) fn placement(&self, values: &[f64]) -> Option<Vec<Placement>> {
+        let bit = |column: Column| {
+            let v = values.get(column)?;
+            ((v - v.round()).abs() < 1e-5).then_some(*v > 0.5)
+        };
+        let state = |i: usize| {
+            Some(match (bit(self.skip[i])?, bit(self.off[i])?, bit(self.nvme[i])?) {
+                (true, _, _) => Placement::Recompute,
+                (_, true, true) => Placement::Nvme,
+                (_, true, false) => Placement::Host,
+                _ => Placement::Hbm,
+            })
+        };
+        (0..self.sizes.len()).map(state).collect()
+    }
+
+    /// Forbids the boundaries that `placement` puts into `tier` from being there together, given that they exceed `budget`. No
+    /// allowed placement is lost: the row holds for every set that fits.
+    pub(crate) fn forbid_overfull(&mut self, placement: &[Placement], tier: Tier, budget: Bytes) {
+        let mut cover: Vec<usize> =
+            (0..self.sizes.len()).filter(|&i| placement[i].tier() == Some(tier)).collect();
+        cover.sort_by_key(|&i| (std::cmp::Reverse(self.sizes[i]), i));
+        // The fewest largest that exceed the budget; any boundary at least as large may join without weakening the limit.
+        let mut sum = 0;
+        let mut needed = 0;
+        while sum <= budget.get() && needed < cover.len() {
+            sum += self.sizes[cover[needed]];
+            needed += 1;
+        }
+        cover.truncate(needed);
+        let Some(&largest) = cover.first() else { return };
+        let joins = |i: &usize| self.sizes[*i] >= self.sizes[largest] && placement[*i].tier() != Some(tier);
+        let extension: Vec<usize> = (0..self.sizes.len()).filter(joins).collect();
+        let limit = (cover.len() - 1) as f64;
+        cover.extend(extension);
+        self.in_tier_at_most(tier, |_| 1.0, limit, Some(&cover));
+    }
+}
+
+/// The link constants of one pool.
+struct Link<'a> {
+    rate: f64,
+    offset: usize,
+    window_factor: f64,
+    mandatory: &'a [Bytes],
+}
+
+const NO_BYTES: &[Bytes] = &[];
+
+impl Link<'_> {
+    fn of(chain: &CostChain, pool: Pool) -> Link<'_> {
+        let pcie = chain.pcie_window_scale * chain.pcie_capacity_fraction;
+        let drive = chain.nvme_window_scale * chain.nvme_capacity_fraction;
+        let (out, back) = (chain.d2h_first_window_offset, chain.h2d_first_window_offset);
+        let (rate, offset, window_factor, mandatory) = match pool {
+            Pool::D2h => (chain.d2h_bytes_per_s, out, pcie, &chain.grad_d2h_bytes[..]),
+            Pool::H2d => (chain.h2d_bytes_per_s, back, pcie, &chain.param_h2d_bytes[..]),
+            Pool::NvmeWrite => (chain.nvme_write_bytes_per_s, out, drive, NO_BYTES),
+            Pool::NvmeRead => (chain.nvme_read_bytes_per_s, back, drive, NO_BYTES),
+        };
+        Link { rate: rate.get(), offset, window_factor, mandatory }
+    }
+}
+
+/// Bytes that count as 1 in budget rows: the sizes' common divisor where that gives small whole numbers, else a thousandth of the
+/// largest size. Keeps coefficients far from the solver's tolerance of about 1e-6.
+fn unit(sizes: &[u64]) -> f64 {
+    let largest = sizes.iter().copied().max().unwrap_or(0).max(1);
+    let step = gcd(sizes).max(1);
+    if largest / step <= 1 << 16 { step as f64 } else { largest as f64 / 1024.0 }
+}
+
+fn gcd(sizes: &[u64]) -> u64 {
+    sizes.iter().fold(0, |a, &b| {
+        let (mut a, mut b) = (a, b);
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    })
+}
+
+/// `None` where the locked edges are no path or two locks contradict each other.
+fn allowed(chain: &CostChain) -> Option<Vec<Allowed>> {
+    let n = chain.layers;
+    let none = Locks::default();
+    let locks = chain.locks.as_ref().unwrap_or(&none);
+    let mut allowed = vec![Allowed { hbm: true, host: true, nvme: true, skip: true }; n + 1];
+    allowed[0].skip = false;
+    allowed[n].skip = false;
+    if let Some(edges) = &locks.edges {
+        let mut ends = edges.clone();
+        ends.sort_unstable();
+        let chained = ends.windows(2).all(|pair| pair[0].1 == pair[1].0);
+        let whole =
+            ends.first().is_some_and(|e| e.0.get() == 0) && ends.last().is_some_and(|e| e.1.get() == n);
+        let short = ends.iter().all(|(s, e)| s < e && e.get() - s.get() <= chain.max_segment_layers);
+        if !(chained && whole && short) {
+            return None;
+        }
+        for (i, a) in allowed.iter_mut().enumerate() {
+            let on_path = i == 0 || ends.iter().any(|(_, e)| e.get() == i);
+            *a = if on_path {
+                Allowed { skip: false, ..*a }
+            } else {
+                Allowed { hbm: false, host: false, nvme: false, ..*a }
+            };
+        }
+    }
+    if let Some(set) = &locks.gpu {
+        for (i, a) in allowed.iter_mut().enumerate() {
+            *a = if set.contains(&BoundaryIndex(i)) {
+                Allowed { hbm: a.hbm, host: false, nvme: false, skip: false }
+            } else {
+                Allowed { hbm: false, ..*a }
+            };
+        }
+    }
+    for (i, fixed) in &locks.fixed {
+        let a = &mut allowed[i.get()];
+        a.hbm &= *fixed == Placement::Hbm;
+        a.host &= *fixed == Placement::Host;
+        a.nvme &= *fixed == Placement::Nvme;
+        a.skip &= *fixed == Placement::Recompute;
+    }
+    allowed.iter().all(|a| a.hbm || a.host || a.nvme || a.skip).then_some(allowed)
+}
