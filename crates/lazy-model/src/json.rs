@@ -92,6 +92,16 @@ impl<'a> Object<'a> {
         Ok(Some(count))
     }
 
+    /// Refuses keys that are not in `known`: a misspelt one would be passed over silently.
+    pub(crate) fn only(&self, known: &[&str]) -> Result<(), Error> {
+        match self.keys().find(|key| !known.contains(key)) {
+            Some(key) => {
+                Err(self.error(key, format!("is not a known key; known here: {}", known.join(", "))))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// The error for an absent `key`.
     pub(crate) fn absent(&self, key: &str) -> Error {
         self.error(key, "is absent, and no default is assumed: add it")
