@@ -1,0 +1,131 @@
+//! One decoder layer: forward, and backward through its own autograd graph.
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, Var};
+
+use super::attention::Attention;
+use super::linear::Linear;
+use super::mlp::{Residual, SwiGlu};
+use super::norm::{RmsNorm, Rotation};
+use super::ops::stored;
+use super::{Decoder, DecoderError, Result, StepContext, input_error};
+use crate::dropout::Mask;
+
+/// Parameters of a layer.
+pub(crate) const PARAMETERS: usize = 11;
+
+/// A layer's weights, in the order of `ModelSpec::layer_parameters`.
+struct Weights([Tensor; PARAMETERS]);
+
+/// The gradients of a layer.
+pub struct LayerGradients {
+    /// Gradient of the layer's input, `[batch, seq, hidden]`.
+    pub dx: Tensor,
+    /// Gradient of each of the layer's parameters, with its index in [`Decoder::parameters`], in that order.
+    pub gradients: Vec<(usize, Tensor)>,
+}
+
+impl Decoder {
+    fn weights(&self, layer: usize, tracked: bool) -> Result<Weights> {
+        if layer >= self.spec.layers() {
+            return input_error(format!("there is no layer {layer}: the model has {}", self.spec.layers()));
+        }
+        let first = self.layer_parameters(layer).start;
+        Ok(Weights(std::array::from_fn(|i| {
+            let var = &self.parameters[first + i].1;
+            // A detached tensor shares the storage and starts no graph.
+            if tracked { var.as_tensor().clone() } else { var.as_detached_tensor() }
+        })))
+    }
+
+    /// Leads from boundary `layer` to boundary `layer + 1`, both `[batch, seq, hidden]`.
+    ///
+    /// Where `x` is a variable, the result holds the layer's autograd graph, and with it every intermediate tensor,
+    /// for [`Decoder::layer_backward`]. Where it is a plain tensor, the intermediate tensors are dropped on the way.
+    /// The values are the same.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such layer, `x` has another width, or the dropout probability is not in `0.0..1.0`.
+    pub fn layer_forward(&self, layer: usize, x: &Tensor, cx: &StepContext) -> Result<Tensor> {
+        let c = &self.spec;
+        let Weights([norm_1, q, k, v, o, q_norm, k_norm, norm_2, gate, up, down]) =
+            self.weights(layer, x.is_variable())?;
+        let (batch, seq, hidden) = x.dims3()?;
+        if hidden != c.hidden || batch * seq == 0 {
+            return input_error(format!(
+                "boundary {layer} is [batch, seq, {}], got {:?}",
+                c.hidden,
+                x.shape()
+            ));
+        }
+        if !(0.0..1.0).contains(&cx.dropout) {
+            return input_error(format!("dropout is a probability below 1, got {}", cx.dropout));
+        }
+        let norm =
+            |x: &Tensor, w: &Tensor| x.apply_op2(w, RmsNorm { eps: c.rms_norm_eps as f32, rotation: None });
+        let residual = |x: &Tensor, branch: &Tensor, site| {
+            let mask = Mask::new(cx.dropout, cx.key, layer, site);
+            x.apply_op2(branch, Residual { mask })
+        };
+        let rotated = |x: &Tensor, w: &Tensor, heads| {
+            let rotation = Some(Rotation { table: self.rotary(seq), heads, seq });
+            x.apply_op2(w, RmsNorm { eps: c.rms_norm_eps as f32, rotation })
+        };
+
+        let input = norm(x, &norm_1)?;
+        let query = rotated(&input.apply_op2(&q, Linear)?, &q_norm, c.heads)?;
+        let key = rotated(&input.apply_op2(&k, Linear)?, &k_norm, c.kv_heads)?;
+        let value = input.apply_op2(&v, Linear)?;
+        let (heads, kv_heads, head_dim) = (c.heads, c.kv_heads, c.head_dim);
+        let attention = Attention { batch, seq, heads, kv_heads, head_dim };
+        let attended = query.apply_op3(&key, &value, attention)?;
+        let x = residual(x, &attended.apply_op2(&o, Linear)?, 0)?;
+
+        let input = norm(&x, &norm_2)?;
+        let gated = input.apply_op2(&gate, Linear)?.apply_op2(&input.apply_op2(&up, Linear)?, SwiGlu)?;
+        Ok(residual(&x, &gated.apply_op2(&down, Linear)?, 1)?)
+    }
+
+    /// The gradients of a layer for the gradient `dy` of its output `y`, which came from
+    /// [`Decoder::layer_forward`] on the variable `x`.
+    ///
+    /// # Errors
+    ///
+    /// When `y` and `dy` differ in shape, or when the graph of `y` does not lead to `x` and to every parameter of
+    /// the layer: a gradient that is silently absent is an error that names the parameter.
+    pub fn layer_backward(&self, layer: usize, x: &Var, y: &Tensor, dy: &Tensor) -> Result<LayerGradients> {
+        if y.shape() != dy.shape() {
+            return input_error(format!("the gradient of {:?} cannot be {:?}", y.shape(), dy.shape()));
+        }
+        let mut store = y.apply_op1(Seed { dy: dy.clone() })?.backward()?;
+        let no_gradient = |name: String| DecoderError::NoGradient { name };
+        let dx = store.remove(x).ok_or_else(|| no_gradient(format!("the input of layer {layer}")))?;
+        let take = |index: usize| {
+            let (name, var) = self.parameter(index)?;
+            let gradient = store.remove(var).ok_or_else(|| no_gradient(name.clone()))?;
+            Ok((index, gradient))
+        };
+        let gradients = self.layer_parameters(layer).map(take).collect::<Result<Vec<_>>>()?;
+        Ok(LayerGradients { dx, gradients })
+    }
+}
+
+/// Starts backward from a given gradient: the scalar `sum(y * dy)` as far as gradients can tell, without computing
+/// it.
+struct Seed {
+    dy: Tensor,
+}
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        stored(vec![0.0], ())
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(self.dy.clone()))
+    }
+}
