@@ -1,0 +1,72 @@
+//! Page-aligned buffers that move into an I/O operation and come back with its result.
+
+use std::fmt;
+
+use lazy_model::Bytes;
+use memmap2::MmapMut;
+
+use crate::error::StoreError;
+
+/// Page-aligned memory, zeroed at first. Its length suits the files it was made for: a multiple of their alignment.
+pub struct AlignedBuf {
+    /// Absent where the length is zero.
+    map: Option<MmapMut>,
+    len: usize,
+}
+
+impl AlignedBuf {
+    /// `len` zero bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Memory`] where the system has none.
+    pub fn zeroed(len: Bytes) -> Result<Self, StoreError> {
+        let refused = |source| StoreError::Memory { what: "an I/O buffer", bytes: len, source };
+        let bytes =
+            usize::try_from(len.get()).map_err(|_| refused(std::io::ErrorKind::OutOfMemory.into()))?;
+        let map = if bytes == 0 { None } else { Some(MmapMut::map_anon(bytes).map_err(refused)?) };
+        Ok(AlignedBuf { map, len: bytes })
+    }
+
+    /// No bytes.
+    pub(crate) fn none() -> Self {
+        AlignedBuf { map: None, len: 0 }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the length is zero.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        self.map.as_deref().unwrap_or_default()
+    }
+
+    /// The bytes, to be written.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        self.map.as_deref_mut().unwrap_or_default()
+    }
+
+    /// The bytes as `f32`, without a last part of less than four bytes.
+    pub fn as_f32(&self) -> &[f32] {
+        bytemuck::cast_slice(&self.as_slice()[..self.len / 4 * 4])
+    }
+
+    /// The bytes as `f32`, to be written, without a last part of less than four bytes.
+    pub fn as_mut_f32(&mut self) -> &mut [f32] {
+        let whole = self.len / 4 * 4;
+        bytemuck::cast_slice_mut(&mut self.as_mut_slice()[..whole])
+    }
+}
+
+impl fmt::Debug for AlignedBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "AlignedBuf of {}", Bytes(self.len as u64))
+    }
+}

@@ -1,0 +1,379 @@
+//! Durable files: preallocated, read and written at offsets through the store's I/O back ends, flushed, linked and
+//! renamed. They lie in a caller's folder, which is never swept.
+
+use std::fmt;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+use lazy_model::Bytes;
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::io::Errno;
+
+pub use crate::buffer::AlignedBuf;
+use crate::error::StoreError;
+use crate::io::{Buffer, Op, OpenFile, Queue, fs, probe, transfer};
+pub use crate::options::IoOptions;
+use crate::options::NvmeMode;
+use crate::spill::{create, make_private_dir};
+
+/// A folder of durable files. Cheap to clone.
+#[derive(Clone)]
+pub struct DurableDir {
+    inner: Arc<Dir>,
+}
+
+/// A file of fixed length. Cheap to clone.
+#[derive(Clone)]
+pub struct DurableFile {
+    file: Arc<Opened>,
+    dir: Arc<Dir>,
+}
+
+/// A transfer in flight, which owns its buffer. Dropping it waits for its end.
+#[must_use = "a transfer's result is known only after `wait`"]
+pub struct Pending {
+    receiver: Option<Receiver<(AlignedBuf, Result<(), StoreError>)>>,
+}
+
+struct Dir {
+    path: PathBuf,
+    folder: File,
+    mode: NvmeMode,
+    reader: Worker,
+    writer: Worker,
+}
+
+struct Opened {
+    file: OpenFile,
+    len: u64,
+    /// A flush failed: what was written since the last good one may be gone.
+    sync_failed: AtomicBool,
+}
+
+struct Job {
+    file: Arc<Opened>,
+    offset: u64,
+    buffer: AlignedBuf,
+    done: SyncSender<(AlignedBuf, Result<(), StoreError>)>,
+}
+
+/// A thread with a request queue of its own, for one direction.
+struct Worker {
+    op: Op,
+    jobs: Option<SyncSender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    fn start(op: Op, mut queue: Box<dyn Queue>, depth: usize) -> Result<Self, StoreError> {
+        let (jobs, received) = sync_channel::<Job>(depth.max(1));
+        let name = format!("lazy durable {}", op.name());
+        let run = move || {
+            for Job { file, offset, mut buffer, done } in received {
+                let bytes = match op {
+                    Op::Read => Buffer::Read(buffer.as_mut_slice()),
+                    Op::Write => Buffer::Write(buffer.as_slice()),
+                };
+                let result = transfer(queue.as_mut(), &file.file, offset, bytes);
+                // Nobody waits for an operation whose handle was leaked.
+                let _ = done.send((buffer, result));
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name(name.clone())
+            .spawn(run)
+            .map_err(|e| StoreError::Worker { name, reason: e.to_string() })?;
+        Ok(Worker { op, jobs: Some(jobs), thread: Some(thread) })
+    }
+
+    /// Queues a job; waits while the queue is full.
+    fn submit(&self, file: &Arc<Opened>, offset: u64, buffer: AlignedBuf) -> Pending {
+        let (done, receiver) = sync_channel(1);
+        let job = Job { file: Arc::clone(file), offset, buffer, done };
+        match self.jobs.as_ref().map(|jobs| jobs.send(job)) {
+            Some(Ok(())) => Pending { receiver: Some(receiver) },
+            Some(Err(refused)) => Pending::failed(refused.0.buffer, self.gone()),
+            // Only while the folder is being dropped, and then nobody holds a file of it.
+            None => Pending { receiver: None },
+        }
+    }
+
+    fn gone(&self) -> StoreError {
+        worker_gone(self.op.name())
+    }
+}
+
+fn worker_gone(what: &str) -> StoreError {
+    StoreError::Worker { name: format!("lazy durable {what}"), reason: "it ended early".to_owned() }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl DurableDir {
+    /// Opens a folder, and makes it, private to the user, if absent.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::BackendRefused`] and [`StoreError::DirectRefused`] where an explicit choice cannot be had, and what
+    /// the system refuses besides.
+    pub fn open(path: &Path, options: &IoOptions) -> Result<Self, StoreError> {
+        make_private_dir(path)?;
+        let mode = probe::settle(path, options.backend, options.direct)?;
+        let queue = || {
+            probe::queue(mode.backend, options.depth)
+                .map_err(|reason| StoreError::BackendRefused { asked: "the probed back end", reason })
+        };
+        let reader = Worker::start(Op::Read, queue()?, options.depth)?;
+        let writer = Worker::start(Op::Write, queue()?, options.depth)?;
+        let folder = File::open(path).map_err(|e| StoreError::file("open", path, e))?;
+        Ok(DurableDir { inner: Arc::new(Dir { path: path.to_owned(), folder, mode, reader, writer }) })
+    }
+
+    /// Makes a file of `len` bytes (a multiple of the alignment), all of them allocated, that reads as zeros. Its name is
+    /// durable after [`DurableDir::sync`].
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Exists`]; [`StoreError::NoSpace`] with the bytes needed and free, and nothing left behind.
+    pub fn create_file(&self, name: &str, len: Bytes) -> Result<DurableFile, StoreError> {
+        let path = self.named(name)?;
+        self.check_range(&path, 0, len.get(), len.get())?;
+        let file = create(&path, len, self.inner.mode.direct)?;
+        file.sync_all().map_err(|e| StoreError::file("flush", &path, e))?;
+        Ok(self.opened(file, path, len.get()))
+    }
+
+    /// Opens a file for reading and writing. A symbolic link is refused.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`] where there is none.
+    pub fn open_file(&self, name: &str) -> Result<DurableFile, StoreError> {
+        let path = self.named(name)?;
+        let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        if self.inner.mode.direct {
+            flags |= OFlags::DIRECT;
+        }
+        let fd = rustix::fs::openat(&self.inner.folder, name, flags, Mode::empty())
+            .map_err(|e| StoreError::file("open", &path, e))?;
+        let file = File::from(fd);
+        let len = file.metadata().map_err(|e| StoreError::file("ask for the length of", &path, e))?.len();
+        Ok(self.opened(file, path, len))
+    }
+
+    /// Whether something of that name exists.
+    pub fn exists(&self, name: &str) -> Result<bool, StoreError> {
+        let path = self.named(name)?;
+        match rustix::fs::statat(&self.inner.folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(_) => Ok(true),
+            Err(Errno::NOENT) => Ok(false),
+            Err(e) => Err(StoreError::file("look for", &path, e)),
+        }
+    }
+
+    /// Names of the regular files in the folder, sorted.
+    pub fn list(&self) -> Result<Vec<String>, StoreError> {
+        let failed = |e| StoreError::file("list", &self.inner.path, e);
+        let mut names = Vec::new();
+        for entry in std::fs::read_dir(&self.inner.path).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            if entry.file_type().map_err(failed)?.is_file()
+                && let Ok(name) = entry.file_name().into_string()
+            {
+                names.push(name);
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// Gives a file a second name, which must be new.
+    pub fn link(&self, from: &str, to: &str) -> Result<(), StoreError> {
+        let (path, target) = (self.named(from)?, self.named(to)?);
+        let folder = &self.inner.folder;
+        match rustix::fs::linkat(folder, from, folder, to, AtFlags::empty()) {
+            Ok(()) => Ok(()),
+            Err(Errno::EXIST) => Err(StoreError::Exists { path: target }),
+            Err(e) => Err(StoreError::file("link", &path, e)),
+        }
+    }
+
+    /// Renames a file; one that has the new name already is replaced.
+    pub fn rename(&self, from: &str, to: &str) -> Result<(), StoreError> {
+        let path = self.named(from)?;
+        self.named(to)?;
+        let folder = &self.inner.folder;
+        rustix::fs::renameat(folder, from, folder, to).map_err(|e| StoreError::file("rename", &path, e))
+    }
+
+    /// Removes a name.
+    pub fn remove(&self, name: &str) -> Result<(), StoreError> {
+        let path = self.named(name)?;
+        rustix::fs::unlinkat(&self.inner.folder, name, AtFlags::empty())
+            .map_err(|e| StoreError::file("remove", &path, e))
+    }
+
+    /// Flushes the folder: names made, linked, renamed and removed so far survive a power cut.
+    pub fn sync(&self) -> Result<(), StoreError> {
+        rustix::fs::fsync(&self.inner.folder).map_err(|e| StoreError::file("flush", &self.inner.path, e))
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.inner.path
+    }
+
+    /// How files are read and written here: what was asked for, what was obtained and why.
+    pub fn mode(&self) -> &NvmeMode {
+        &self.inner.mode
+    }
+
+    /// Offsets and lengths of transfers are multiples of this many bytes.
+    pub fn alignment(&self) -> usize {
+        self.inner.mode.alignment
+    }
+
+    /// Bytes free on the folder's file system.
+    pub fn free_space(&self) -> Result<Bytes, StoreError> {
+        fs::free_space(self.inner.folder.as_fd(), &self.inner.path)
+    }
+
+    fn opened(&self, file: File, path: PathBuf, len: u64) -> DurableFile {
+        let file = OpenFile { file, path, granularity: self.inner.mode.granularity };
+        let file = Opened { file, len, sync_failed: AtomicBool::new(false) };
+        DurableFile { file: Arc::new(file), dir: Arc::clone(&self.inner) }
+    }
+
+    fn named(&self, name: &str) -> Result<PathBuf, StoreError> {
+        if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\0']) {
+            return Err(StoreError::BadName { name: name.to_owned() });
+        }
+        Ok(self.inner.path.join(name))
+    }
+
+    fn check_range(&self, path: &Path, offset: u64, bytes: u64, length: u64) -> Result<(), StoreError> {
+        self.inner.check_range(path, offset, bytes, length)
+    }
+}
+
+impl Dir {
+    fn check_range(&self, path: &Path, offset: u64, bytes: u64, length: u64) -> Result<(), StoreError> {
+        let alignment = self.mode.alignment;
+        let aligned = |n: u64| n.is_multiple_of(alignment as u64);
+        if aligned(offset) && aligned(bytes) && offset.checked_add(bytes).is_some_and(|end| end <= length) {
+            return Ok(());
+        }
+        Err(StoreError::BadRange { path: path.to_owned(), offset, bytes, length, alignment })
+    }
+}
+
+impl DurableFile {
+    /// Starts to fill `buffer` from `offset`. Waits while too many reads are queued.
+    pub fn read_at(&self, offset: u64, buffer: AlignedBuf) -> Pending {
+        self.submit(&self.dir.reader, offset, buffer)
+    }
+
+    /// Starts to write `buffer` at `offset`. Waits while too many writes are queued.
+    pub fn write_at(&self, offset: u64, buffer: AlignedBuf) -> Pending {
+        self.submit(&self.dir.writer, offset, buffer)
+    }
+
+    fn submit(&self, worker: &Worker, offset: u64, buffer: AlignedBuf) -> Pending {
+        let file = &self.file.file;
+        match self.dir.check_range(&file.path, offset, buffer.len() as u64, self.file.len) {
+            Ok(()) => worker.submit(&self.file, offset, buffer),
+            Err(error) => Pending::failed(buffer, error),
+        }
+    }
+
+    /// Flushes the writes that were waited for before this call.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`] where the flush fails, and [`StoreError::SyncFailed`] ever after: the system may have dropped
+    /// the unflushed bytes, and a second flush that succeeds would hide it.
+    pub fn sync_data(&self) -> Result<(), StoreError> {
+        let file = &self.file.file;
+        if self.file.sync_failed.load(Ordering::Acquire) {
+            return Err(StoreError::SyncFailed { path: file.path.clone() });
+        }
+        rustix::fs::fdatasync(&file.file).map_err(|e| {
+            self.file.sync_failed.store(true, Ordering::Release);
+            StoreError::file("flush", &file.path, e)
+        })
+    }
+
+    /// Its length.
+    pub fn len(&self) -> Bytes {
+        Bytes(self.file.len)
+    }
+
+    /// Whether its length is zero.
+    pub fn is_empty(&self) -> bool {
+        self.file.len == 0
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.file.file.path
+    }
+}
+
+impl Pending {
+    fn failed(buffer: AlignedBuf, error: StoreError) -> Self {
+        let (done, receiver) = sync_channel(1);
+        // There is room for one, and the receiver is here.
+        let _ = done.send((buffer, Err(error)));
+        Pending { receiver: Some(receiver) }
+    }
+
+    /// Waits for the transfer's end; gives the buffer back with its result. After a failed read its bytes are arbitrary.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::BadRange`], [`StoreError::Io`] or [`StoreError::Short`].
+    pub fn wait(mut self) -> (AlignedBuf, Result<(), StoreError>) {
+        match self.receiver.take().map(|receiver| receiver.recv()) {
+            Some(Ok(done)) => done,
+            _ => (AlignedBuf::none(), Err(worker_gone("worker"))),
+        }
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if let Some(receiver) = self.receiver.take() {
+            let _ = receiver.recv();
+        }
+    }
+}
+
+impl fmt::Debug for DurableDir {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.inner.path.display(), self.inner.mode)
+    }
+}
+
+impl fmt::Debug for DurableFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {}", self.path().display(), self.len())
+    }
+}
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("transfer in flight")
+    }
+}

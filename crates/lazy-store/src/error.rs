@@ -1,0 +1,298 @@
+//! The one error type of this crate.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use lazy_model::{Bytes, Lane, Tier};
+
+/// Any error a task may return.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync + 'static>;
+
+/// What went wrong in the store, its spill file or a durable file, and what to do next.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// No free range of a tier is long enough. Nothing was moved elsewhere to make room.
+    #[error(
+        "{tier} has no free range of {wanted}: {live} of {budget} are in use and the longest free range is \
+         {longest}; raise the {tier} budget or place less there"
+    )]
+    OutOfBudget {
+        /// The tier asked for.
+        tier: Tier,
+        /// Bytes asked for, padding included.
+        wanted: Bytes,
+        /// Bytes in use.
+        live: Bytes,
+        /// The tier's budget.
+        budget: Bytes,
+        /// The longest free range.
+        longest: Bytes,
+    },
+    /// A range of a schedule lies outside the tier's budget.
+    #[error(
+        "range {offset}+{wanted} lies outside the {tier} budget of {budget}; the schedule was made for a larger \
+         budget: raise it or plan again"
+    )]
+    OutsideBudget {
+        /// The tier asked for.
+        tier: Tier,
+        /// Offset asked for.
+        offset: u64,
+        /// Bytes asked for, padding included.
+        wanted: Bytes,
+        /// The tier's budget.
+        budget: Bytes,
+    },
+    /// A range of a schedule overlaps an extent that is still held.
+    #[error(
+        "range {offset}+{wanted} of {tier} overlaps the live extent {other_offset}+{other}; release that extent \
+         first, or plan again: the schedule's layout is wrong"
+    )]
+    Overlap {
+        /// The tier asked for.
+        tier: Tier,
+        /// Offset asked for.
+        offset: u64,
+        /// Bytes asked for, padding included.
+        wanted: Bytes,
+        /// Offset of the live extent.
+        other_offset: u64,
+        /// Length of the live extent.
+        other: Bytes,
+    },
+    /// An offset is not a multiple of the tier's alignment.
+    #[error(
+        "offset {offset} in {tier} is not a multiple of {alignment}; lay the schedule out at that alignment"
+    )]
+    Misaligned {
+        /// The tier asked for.
+        tier: Tier,
+        /// Offset asked for.
+        offset: u64,
+        /// What it has to be a multiple of.
+        alignment: u64,
+    },
+    /// NVMe was asked for and the store was opened without it.
+    #[error("the store has no nvme tier; open it with a spill folder and a budget")]
+    NoNvme,
+    /// A task reads an extent that no task was submitted to write, or whose writer failed.
+    #[error("task `{task}` reads {tier} extent {offset}+{bytes} before anything was submitted to write it")]
+    NotWritten {
+        /// The task's name.
+        task: String,
+        /// The extent's tier.
+        tier: Tier,
+        /// The extent's offset.
+        offset: u64,
+        /// The extent's length.
+        bytes: Bytes,
+    },
+    /// An extent or event belongs to another store.
+    #[error("task `{task}` names an {what} of another store")]
+    Foreign {
+        /// The task's name.
+        task: String,
+        /// `extent` or `event`.
+        what: &'static str,
+    },
+    /// One extent is listed twice among the writes of a task.
+    #[error("task `{task}` lists {tier} extent {offset}+{bytes} twice among its writes; list it once")]
+    WrittenTwice {
+        /// The task's name.
+        task: String,
+        /// The extent's tier.
+        tier: Tier,
+        /// The extent's offset.
+        offset: u64,
+        /// The extent's length.
+        bytes: Bytes,
+    },
+    /// A task asks for the bytes of an NVMe extent.
+    #[error("task `{task}` names an nvme extent, which has no bytes in memory; copy it to host first")]
+    NotInMemory {
+        /// The task's name.
+        task: String,
+    },
+    /// No link connects the two tiers of a copy.
+    #[error("copy `{task}` goes from {from} to {to}; only neighbouring tiers are connected")]
+    NoLink {
+        /// The task's name.
+        task: String,
+        /// Source tier.
+        from: Tier,
+        /// Destination tier.
+        to: Tier,
+    },
+    /// The two extents of a copy differ in length.
+    #[error("copy `{task}` goes from an extent of {from} to one of {to}; they must be equally long")]
+    CopyLength {
+        /// The task's name.
+        task: String,
+        /// Source length.
+        from: Bytes,
+        /// Destination length.
+        to: Bytes,
+    },
+    /// A task returned an error.
+    #[error("task `{task}` on lane {lane} failed: {source}")]
+    Task {
+        /// The task's name.
+        task: String,
+        /// Its lane.
+        lane: Lane,
+        /// What it returned.
+        source: BoxError,
+    },
+    /// A task panicked.
+    #[error("task `{task}` on lane {lane} panicked: {message}")]
+    Panicked {
+        /// The task's name.
+        task: String,
+        /// Its lane.
+        lane: Lane,
+        /// The panic's message.
+        message: String,
+    },
+    /// The operating system refused a transfer.
+    #[error("cannot {op} {bytes} at offset {offset} of {path}: {source}", path = path.display())]
+    Io {
+        /// `read` or `write`.
+        op: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Where the refused request began.
+        offset: u64,
+        /// How long it was.
+        bytes: Bytes,
+        /// The reason.
+        source: io::Error,
+    },
+    /// A transfer ended before its last byte: the end of the file, or a device that makes no progress.
+    #[error(
+        "short {op} at offset {offset} of {path}: wanted {wanted} bytes, got {got}; the file is shorter than it \
+         should be or the device makes no progress",
+        path = path.display()
+    )]
+    Short {
+        /// `read` or `write`.
+        op: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Where the request began.
+        offset: u64,
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes moved.
+        got: u64,
+    },
+    /// The file system cannot hold a file.
+    #[error(
+        "no space for {path}: {needed} needed, {free} free; free some space, choose another folder or a smaller \
+         budget",
+        path = path.display()
+    )]
+    NoSpace {
+        /// The file that was to be made.
+        path: PathBuf,
+        /// Bytes needed.
+        needed: Bytes,
+        /// Bytes free on its file system.
+        free: Bytes,
+    },
+    /// The operating system refused something other than a transfer.
+    #[error("cannot {op} {path}: {source}", path = path.display())]
+    File {
+        /// What was tried, as a verb.
+        op: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// A name that must be new is taken.
+    #[error("{path} exists already; it is never overwritten", path = path.display())]
+    Exists {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A durable file's name is not a plain file name.
+    #[error("`{name}` is not a plain file name")]
+    BadName {
+        /// The name.
+        name: String,
+    },
+    /// An offset or length does not suit the file.
+    #[error(
+        "range {offset}+{bytes} does not suit {path} (length {length}): offsets and lengths are multiples of \
+         {alignment} and end within the file",
+        path = path.display()
+    )]
+    BadRange {
+        /// The file.
+        path: PathBuf,
+        /// Offset asked for.
+        offset: u64,
+        /// Length asked for, in bytes.
+        bytes: u64,
+        /// The file's length in bytes.
+        length: u64,
+        /// The alignment.
+        alignment: usize,
+    },
+    /// The asked-for I/O back end cannot be had.
+    #[error("{asked} was asked for and cannot be had: {reason}")]
+    BackendRefused {
+        /// What was asked for.
+        asked: &'static str,
+        /// Why it cannot be had, and the remedy.
+        reason: String,
+    },
+    /// `O_DIRECT` was required and cannot be had.
+    #[error(
+        "O_DIRECT was required and cannot be had in {path}: {reason}; choose a folder on a local disk, or allow \
+         buffered files",
+        path = path.display()
+    )]
+    DirectRefused {
+        /// The folder.
+        path: PathBuf,
+        /// Why it cannot be had.
+        reason: String,
+    },
+    /// Flushing a file failed once, so what it holds since the last good flush may be gone for good.
+    #[error(
+        "an earlier flush of {path} failed, so its unflushed bytes may be lost and a second try would hide it; \
+         go back to the last committed state",
+        path = path.display()
+    )]
+    SyncFailed {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Memory for an arena or a buffer cannot be had.
+    #[error("cannot map {bytes} of memory for {what}: {source}")]
+    Memory {
+        /// What it was for.
+        what: &'static str,
+        /// How much.
+        bytes: Bytes,
+        /// The reason.
+        source: io::Error,
+    },
+    /// A worker thread could not be started, or ended early.
+    #[error("worker thread `{name}`: {reason}")]
+    Worker {
+        /// The thread.
+        name: String,
+        /// What happened.
+        reason: String,
+    },
+}
+
+impl StoreError {
+    /// Wraps an error of a call on a file or folder.
+    pub(crate) fn file(op: &'static str, path: &Path, source: impl Into<io::Error>) -> Self {
+        StoreError::File { op, path: path.to_owned(), source: source.into() }
+    }
+}

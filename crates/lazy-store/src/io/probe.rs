@@ -1,0 +1,141 @@
+//! Which back end and which cache mode work in a folder: settled by writing a file there and reading it back, because
+//! neither an accepted `O_DIRECT` flag nor a reported alignment is a promise.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use lazy_model::Bytes;
+use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
+
+use super::{Buffer, OpenFile, Queue, fs, posix::Posix, transfer};
+use crate::buffer::AlignedBuf;
+use crate::error::StoreError;
+use crate::options::{Backend, BackendChoice, DirectChoice, NvmeMode};
+
+/// Least alignment of extents and durable transfers: the sector of most drives, and a page.
+const LEAST_ALIGNMENT: usize = 4096;
+/// Granularities tried where the file system states none, or states one that does not work.
+const GRANULARITIES: [usize; 4] = [512, 4096, 16384, 65536];
+
+/// Makes a request queue of the given kind, or says why there is none.
+pub(crate) fn queue(backend: Backend, depth: usize) -> Result<Box<dyn Queue>, String> {
+    match backend {
+        #[cfg(target_os = "linux")]
+        Backend::Uring => Ok(Box::new(super::uring::Uring::new(depth)?)),
+        #[cfg(not(target_os = "linux"))]
+        Backend::Uring => Err("io_uring exists on Linux only".to_owned()),
+        Backend::Posix => Ok(Box::new(Posix::default())),
+    }
+}
+
+/// Settles the mode for files in `dir`.
+pub(crate) fn settle(
+    dir: &Path,
+    asked_backend: BackendChoice,
+    asked_direct: DirectChoice,
+) -> Result<NvmeMode, StoreError> {
+    let mut fallbacks = Vec::new();
+    let (backend, mut queue) = settle_backend(dir, asked_backend, &mut fallbacks)?;
+    let granularity = match asked_direct {
+        DirectChoice::Off => None,
+        DirectChoice::Required | DirectChoice::Auto => match direct_granularity(dir, queue.as_mut()) {
+            Ok(granularity) => Some(granularity),
+            Err(reason) if asked_direct == DirectChoice::Required => {
+                return Err(StoreError::DirectRefused { path: dir.to_owned(), reason });
+            }
+            Err(reason) => {
+                fallbacks.push(format!("no O_DIRECT: {reason}"));
+                None
+            }
+        },
+    };
+    Ok(NvmeMode {
+        asked_backend,
+        backend,
+        asked_direct,
+        direct: granularity.is_some(),
+        alignment: granularity.unwrap_or(1).max(LEAST_ALIGNMENT),
+        granularity: granularity.unwrap_or(1),
+        filesystem: fs::name(dir)?,
+        fallbacks,
+    })
+}
+
+fn settle_backend(
+    dir: &Path,
+    asked: BackendChoice,
+    fallbacks: &mut Vec<String>,
+) -> Result<(Backend, Box<dyn Queue>), StoreError> {
+    if asked != BackendChoice::Posix {
+        // A sandbox may allow the ring's making and refuse its use, so a file is written through it, too.
+        let tried = queue(Backend::Uring, 4).and_then(|mut queue| {
+            try_file(dir, queue.as_mut(), OFlags::empty(), 1, LEAST_ALIGNMENT)?;
+            Ok(queue)
+        });
+        match tried {
+            Ok(queue) => return Ok((Backend::Uring, queue)),
+            Err(reason) if asked == BackendChoice::Uring => {
+                return Err(StoreError::BackendRefused { asked: "io_uring", reason });
+            }
+            Err(reason) => fallbacks.push(reason),
+        }
+    }
+    let mut queue: Box<dyn Queue> = Box::new(Posix::default());
+    try_file(dir, queue.as_mut(), OFlags::empty(), 1, LEAST_ALIGNMENT)
+        .map_err(|reason| StoreError::file("write a probe file in", dir, std::io::Error::other(reason)))?;
+    Ok((Backend::Posix, queue))
+}
+
+/// The smallest granularity with which a direct write and read back work.
+fn direct_granularity(dir: &Path, queue: &mut dyn Queue) -> Result<usize, String> {
+    let stated = {
+        let file = probe_file(dir, OFlags::DIRECT)?;
+        let stat = rustix::fs::statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+        // Kernels before 6.1 state nothing; zero says that direct I/O is not supported, which the trial checks.
+        stat.map_or(0, |s| s.stx_dio_mem_align.max(s.stx_dio_offset_align) as usize)
+    };
+    let least = if stated.is_power_of_two() { stated.max(512) } else { 512 };
+    let mut reason = String::new();
+    for granularity in GRANULARITIES.into_iter().filter(|&g| g >= least) {
+        match try_file(dir, queue, OFlags::DIRECT, granularity, granularity) {
+            Ok(()) => return Ok(granularity),
+            Err(e) => reason = e,
+        }
+    }
+    Err(reason)
+}
+
+/// Writes `len` bytes at offset `len` from an address that is a multiple of `granularity` and of no more where it can
+/// be, and reads them back.
+fn try_file(
+    dir: &Path,
+    queue: &mut dyn Queue,
+    flags: OFlags,
+    granularity: usize,
+    len: usize,
+) -> Result<(), String> {
+    let text = |e: StoreError| e.to_string();
+    let file = OpenFile { file: probe_file(dir, flags)?, path: dir.to_owned(), granularity };
+    let mut buffer = AlignedBuf::zeroed(Bytes(3 * len as u64)).map_err(text)?;
+    let (written, read) = buffer.as_mut_slice()[len..].split_at_mut(len);
+    for (i, byte) in written.iter_mut().enumerate() {
+        *byte = (i * 7 + i / 251) as u8;
+    }
+    transfer(queue, &file, len as u64, Buffer::Write(written)).map_err(text)?;
+    transfer(queue, &file, len as u64, Buffer::Read(read)).map_err(text)?;
+    if written == read { Ok(()) } else { Err("a probe file did not read back as it was written".to_owned()) }
+}
+
+/// Opens a new file and removes its name at once, so that nothing is left behind whatever happens.
+fn probe_file(dir: &Path, flags: OFlags) -> Result<File, String> {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let path = dir.join(format!(".lazy-probe-{}-{count}", std::process::id()));
+    let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR);
+    let removed = std::fs::remove_file(&path);
+    let fd = opened.map_err(|e| format!("cannot make {}: {e}", path.display()))?;
+    removed.map_err(|e| format!("cannot remove {}: {e}", path.display()))?;
+    Ok(File::from(fd))
+}

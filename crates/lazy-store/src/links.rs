@@ -1,0 +1,122 @@
+//! Copies between neighbouring tiers, and the measured rates of the links.
+
+use std::time::Instant;
+
+use lazy_model::{Bytes, BytesPerSecond, Lane, Tier};
+
+use crate::error::StoreError;
+use crate::store::{Event, Extent, Store, Submission};
+
+/// Copies timed for each link; the median of them is reported.
+const PROBE_COPIES: usize = 5;
+
+/// Measured rates of the store's links.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinkRates {
+    /// Host to device.
+    pub h2d: BytesPerSecond,
+    /// Device to host.
+    pub d2h: BytesPerSecond,
+    /// Writes to NVMe, where the store has it.
+    pub nvme_write: Option<BytesPerSecond>,
+    /// Reads from NVMe, where the store has it.
+    pub nvme_read: Option<BytesPerSecond>,
+}
+
+/// The lane that copies from one tier to another.
+fn link(from: Tier, to: Tier) -> Option<Lane> {
+    match (from, to) {
+        (Tier::Hbm, Tier::Host) => Some(Lane::D2h),
+        (Tier::Host, Tier::Hbm) => Some(Lane::H2d),
+        (Tier::Host, Tier::Nvme) => Some(Lane::NvmeWrite),
+        (Tier::Nvme, Tier::Host) => Some(Lane::NvmeRead),
+        _ => None,
+    }
+}
+
+impl Store {
+    /// Queues a copy of all of `src` to `dst`, two equally long extents of neighbouring tiers, on the lane of that link.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NoLink`], [`StoreError::CopyLength`], and those of [`Store::submit`].
+    pub fn copy(
+        &self,
+        name: impl Into<String>,
+        src: &Extent,
+        dst: &Extent,
+        after: &[Event],
+    ) -> Result<Event, StoreError> {
+        let (name, from, to) = (name.into(), src.tier(), dst.tier());
+        let Some(lane) = link(from, to) else { return Err(StoreError::NoLink { task: name, from, to }) };
+        if src.bytes() != dst.bytes() {
+            return Err(StoreError::CopyLength { task: name, from: src.bytes(), to: dst.bytes() });
+        }
+        let (reads, writes) = ([src], [dst]);
+        let task = Submission { lane, name, reads: &reads, writes: &writes, after, bytes: src.bytes() };
+        let spill = self.inner().spill.clone();
+        match (lane, spill) {
+            (Lane::NvmeWrite, Some(spill)) => {
+                let offset = dst.offset();
+                self.enqueue(task, move |access| Ok(spill.write(offset, access.read(0))?))
+            }
+            (Lane::NvmeRead, Some(spill)) => {
+                let offset = src.offset();
+                self.enqueue(task, move |access| Ok(spill.read(offset, access.write(0))?))
+            }
+            _ => self.enqueue(task, |access| {
+                let (reads, mut writes) = access.split();
+                writes[0].copy_from_slice(reads[0]);
+                Ok(())
+            }),
+        }
+    }
+
+    /// Measures every link with copies of `bytes` over the store's own queues: the median rate of a few, one at a time.
+    /// Needs that much free room in every tier, and belongs outside a step.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::OutOfBudget`] where a tier has no room, and whatever a copy reports.
+    pub fn probe_links(&self, bytes: Bytes) -> Result<LinkRates, StoreError> {
+        let hbm = self.reserve(Tier::Hbm, bytes)?;
+        let host = self.reserve(Tier::Host, bytes)?;
+        let fill = Submission {
+            lane: Lane::Compute,
+            name: "fill for the link probe".to_owned(),
+            reads: &[],
+            writes: &[&hbm],
+            after: &[],
+            bytes: Bytes::ZERO,
+        };
+        self.submit(fill, |access| {
+            // Not zeros: some drives store those without writing them.
+            access.write(0).iter_mut().enumerate().for_each(|(i, byte)| *byte = (i % 251) as u8);
+            Ok(())
+        })?;
+        // The first copy touches the pages, and is not timed.
+        self.copy("link probe", &hbm, &host, &[])?.wait();
+        let d2h = self.rate(&hbm, &host)?;
+        let h2d = self.rate(&host, &hbm)?;
+        let (mut nvme_write, mut nvme_read) = (None, None);
+        if self.nvme_mode().is_some() {
+            let nvme = self.reserve(Tier::Nvme, bytes)?;
+            nvme_write = Some(self.rate(&host, &nvme)?);
+            nvme_read = Some(self.rate(&nvme, &host)?);
+        }
+        Ok(LinkRates { h2d, d2h, nvme_write, nvme_read })
+    }
+
+    fn rate(&self, src: &Extent, dst: &Extent) -> Result<BytesPerSecond, StoreError> {
+        let mut times = Vec::with_capacity(PROBE_COPIES);
+        for _ in 0..PROBE_COPIES {
+            let start = Instant::now();
+            self.copy("link probe", src, dst, &[])?.wait();
+            times.push(start.elapsed().as_secs_f64());
+        }
+        self.synchronize()?;
+        times.sort_by(f64::total_cmp);
+        let median = times[times.len() / 2];
+        Ok(BytesPerSecond(src.bytes().get() as f64 / median.max(f64::MIN_POSITIVE)))
+    }
+}

@@ -1,0 +1,123 @@
+//! The arenas of HBM (on the host device) and host RAM: anonymous mappings that tasks view in parts.
+//!
+//! One of the few modules with `unsafe`: views are made from raw pointers, because tasks of several threads hold
+//! disjoint parts of one mapping at once. That the parts are disjoint, or only read, is what the hazards kept by
+//! `store.rs` see to.
+
+use std::marker::PhantomData;
+
+use lazy_model::Bytes;
+use memmap2::{MmapOptions, MmapRaw};
+
+use crate::error::StoreError;
+
+/// Page-aligned anonymous memory. Pages are taken from the system as they are touched.
+pub(crate) struct Mapping {
+    map: MmapRaw,
+    len: u64,
+}
+
+impl Mapping {
+    pub(crate) fn new(what: &'static str, bytes: Bytes) -> Result<Self, StoreError> {
+        let refused = |source| StoreError::Memory { what, bytes, source };
+        let len =
+            usize::try_from(bytes.get()).map_err(|_| refused(std::io::ErrorKind::OutOfMemory.into()))?.max(1);
+        let map = MmapOptions::new().len(len).no_reserve_swap().map_anon().map_err(refused)?;
+        Ok(Mapping { map: map.into(), len: bytes.get() })
+    }
+
+    /// A view of `len` bytes at `offset`, or `None` outside the mapping.
+    pub(crate) fn view(&self, offset: u64, len: u64) -> Option<View> {
+        let end = offset.checked_add(len)?;
+        if end > self.len {
+            return None;
+        }
+        // SAFETY: `offset <= end <= self.len`, the length of the mapping, so the pointer stays within it (or one past
+        // its end), and the offset fits an isize because the mapping's length does.
+        let start = unsafe { self.map.as_mut_ptr().add(offset as usize) };
+        Some(View { start, len: len as usize })
+    }
+}
+
+/// A part of a [`Mapping`]. Only a place: it says nothing about who may touch it when.
+#[derive(Clone, Copy)]
+pub(crate) struct View {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a view is an address and a length. What may be done with it from which thread is the contract of
+// `Access::new`, the only place where a view becomes a slice.
+unsafe impl Send for View {}
+
+/// The bytes of a task's extents, in the order in which its submission listed them.
+///
+/// Indices out of range panic, like those of a slice; the store turns a panic of a task into an error that names it.
+/// Views as `f32` exist where the length is a multiple of four bytes, and panic elsewhere; extents are aligned to 64
+/// bytes, so other element types can be viewed with `bytemuck` too.
+pub struct Access<'a> {
+    reads: Vec<View>,
+    writes: Vec<View>,
+    task: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> Access<'a> {
+    /// # Safety
+    ///
+    /// For the lifetime `'a`, the memory under `reads` and `writes` stays mapped, nobody else writes what `reads` covers
+    /// or touches what `writes` covers, the views in `writes` are disjoint, and a view in `reads` is disjoint from all in
+    /// `writes` or empty.
+    pub(crate) unsafe fn new(reads: Vec<View>, writes: Vec<View>) -> Self {
+        Access { reads, writes, task: PhantomData }
+    }
+
+    /// The `i`-th extent among the reads. Empty where the task also writes that extent: such a task updates in place, and
+    /// finds the bytes in its write view.
+    pub fn read(&self, i: usize) -> &[u8] {
+        let view = self.reads[i];
+        // SAFETY: by the contract of `new` the memory is mapped and only read meanwhile; it is initialised because
+        // anonymous mappings start as zeros.
+        unsafe { std::slice::from_raw_parts(view.start, view.len) }
+    }
+
+    /// The `i`-th extent among the writes.
+    pub fn write(&mut self, i: usize) -> &mut [u8] {
+        let view = self.writes[i];
+        // SAFETY: by the contract of `new` nobody else touches this memory, and `&mut self` keeps other views of this
+        // task away; it is initialised because anonymous mappings start as zeros.
+        unsafe { std::slice::from_raw_parts_mut(view.start, view.len) }
+    }
+
+    /// [`Access::read`] as `f32`.
+    pub fn read_f32(&self, i: usize) -> &[f32] {
+        bytemuck::cast_slice(self.read(i))
+    }
+
+    /// [`Access::write`] as `f32`.
+    pub fn write_f32(&mut self, i: usize) -> &mut [f32] {
+        bytemuck::cast_slice_mut(self.write(i))
+    }
+
+    /// All reads and all writes, borrowed at once.
+    pub fn split(&mut self) -> (Vec<&[u8]>, Vec<&mut [u8]>) {
+        // SAFETY: as in `read`; by the contract of `new` no read view overlaps a write view.
+        let reads = self.reads.iter().map(|v| unsafe { std::slice::from_raw_parts(v.start, v.len) });
+        let reads = reads.collect();
+        // SAFETY: as in `write`; by the contract of `new` the write views are disjoint from each other.
+        let writes = self.writes.iter().map(|v| unsafe { std::slice::from_raw_parts_mut(v.start, v.len) });
+        (reads, writes.collect())
+    }
+
+    /// [`Access::split`] as `f32`.
+    pub fn split_f32(&mut self) -> (Vec<&[f32]>, Vec<&mut [f32]>) {
+        let (reads, writes) = self.split();
+        let reads = reads.into_iter().map(bytemuck::cast_slice).collect();
+        (reads, writes.into_iter().map(bytemuck::cast_slice_mut).collect())
+    }
+}
+
+impl View {
+    pub(crate) fn empty(self) -> View {
+        View { len: 0, ..self }
+    }
+}

@@ -1,0 +1,1 @@
+//! Run folders: where the spill files of one run live.

@@ -1,0 +1,174 @@
+//! The spill file of a store: the NVMe tier.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use lazy_model::Bytes;
+use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::buffer::AlignedBuf;
+use crate::error::StoreError;
+use crate::io::{Buffer, OpenFile, Queue, fs, probe, transfer};
+use crate::options::{NvmeMode, NvmeOptions};
+
+/// Requests in flight at once in each direction.
+const DEPTH: usize = 16;
+/// Length of the buffer through which bytes go that a direct request cannot take where they lie.
+const BOUNCE: usize = 4 << 20;
+
+/// A preallocated file, written by one lane and read by another.
+pub(crate) struct Spill {
+    file: OpenFile,
+    mode: NvmeMode,
+    writer: Mutex<Direction>,
+    reader: Mutex<Direction>,
+    removed: AtomicBool,
+}
+
+/// What one lane's worker needs.
+struct Direction {
+    queue: Box<dyn Queue>,
+    bounce: AlignedBuf,
+}
+
+impl Spill {
+    pub(crate) fn open(options: &NvmeOptions) -> Result<Self, StoreError> {
+        let dir = &options.dir;
+        make_private_dir(dir)?;
+        let mode = probe::settle(dir, options.backend, options.direct)?;
+        Spill::with_queues(options, &mode, || {
+            probe::queue(mode.backend, DEPTH)
+                .map_err(|reason| StoreError::BackendRefused { asked: "the probed back end", reason })
+        })
+    }
+
+    /// Makes the spill file, to be used through queues made by `queue`.
+    pub(crate) fn with_queues(
+        options: &NvmeOptions,
+        mode: &NvmeMode,
+        queue: impl Fn() -> Result<Box<dyn Queue>, StoreError>,
+    ) -> Result<Self, StoreError> {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let direction = || {
+            let bounce = AlignedBuf::zeroed(Bytes(BOUNCE as u64))?;
+            Ok::<_, StoreError>(Mutex::new(Direction { queue: queue()?, bounce }))
+        };
+        let (writer, reader) = (direction()?, direction()?);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let path = options.dir.join(format!("spill-{}-{count}", std::process::id()));
+        let file = create(&path, options.bytes.align_up(mode.alignment as u64), mode.direct)?;
+        let file = OpenFile { file, path, granularity: mode.granularity };
+        Ok(Spill { file, mode: mode.clone(), writer, reader, removed: AtomicBool::new(false) })
+    }
+
+    pub(crate) fn mode(&self) -> &NvmeMode {
+        &self.mode
+    }
+
+    /// Removes the file's name. Its space is free once the store's last extent is gone.
+    pub(crate) fn remove(&self) {
+        if !self.removed.swap(true, Ordering::Relaxed) {
+            // Nothing can be done about a failure here; the sweep of dead run folders takes what is left.
+            let _ = std::fs::remove_file(&self.file.path);
+        }
+    }
+
+    /// Writes `bytes` and zeros up to the next multiple of the alignment.
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), StoreError> {
+        let mut lane = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let Direction { queue, bounce } = &mut *lane;
+        let (direct, rest) = bytes.split_at(self.direct_part(bytes));
+        transfer(queue.as_mut(), &self.file, offset, Buffer::Write(direct))?;
+        let mut at = offset + direct.len() as u64;
+        for part in rest.chunks(BOUNCE) {
+            let padded = part.len().next_multiple_of(self.mode.alignment);
+            let staged = &mut bounce.as_mut_slice()[..padded];
+            staged[..part.len()].copy_from_slice(part);
+            staged[part.len()..].fill(0);
+            transfer(queue.as_mut(), &self.file, at, Buffer::Write(staged))?;
+            at += padded as u64;
+        }
+        Ok(())
+    }
+
+    /// Reads `bytes.len()` bytes.
+    pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), StoreError> {
+        let mut lane = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        let Direction { queue, bounce } = &mut *lane;
+        let (direct, rest) = bytes.split_at_mut(self.direct_part(bytes));
+        let mut at = offset + direct.len() as u64;
+        transfer(queue.as_mut(), &self.file, offset, Buffer::Read(direct))?;
+        for part in rest.chunks_mut(BOUNCE) {
+            let padded = part.len().next_multiple_of(self.mode.alignment);
+            let staged = &mut bounce.as_mut_slice()[..padded];
+            transfer(queue.as_mut(), &self.file, at, Buffer::Read(staged))?;
+            part.copy_from_slice(&staged[..part.len()]);
+            at += padded as u64;
+        }
+        Ok(())
+    }
+
+    /// How many bytes from the start the system can take where they lie.
+    fn direct_part(&self, bytes: &[u8]) -> usize {
+        let aligned = bytes.as_ptr().addr().is_multiple_of(self.mode.granularity);
+        if aligned { bytes.len() / self.mode.alignment * self.mode.alignment } else { 0 }
+    }
+}
+
+impl Drop for Spill {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
+/// Makes a folder that only this user can enter, unless it is there already.
+pub(crate) fn make_private_dir(dir: &Path) -> Result<(), StoreError> {
+    use std::os::unix::fs::DirBuilderExt;
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .map_err(|e| StoreError::file("make the folder", dir, e))
+}
+
+/// Makes a file of `len` bytes, all of them allocated. Where that fails, nothing is left behind.
+pub(crate) fn create(path: &Path, len: Bytes, direct: bool) -> Result<File, StoreError> {
+    let mut flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+    if direct {
+        flags |= OFlags::DIRECT;
+    }
+    let file = match rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
+        Ok(fd) => File::from(fd),
+        Err(Errno::EXIST) => return Err(StoreError::Exists { path: path.to_owned() }),
+        Err(e) => return Err(StoreError::file("create", path, e)),
+    };
+    match allocate(&file, path, len) {
+        Ok(()) => Ok(file),
+        Err(error) => {
+            let _ = std::fs::remove_file(path);
+            Err(error)
+        }
+    }
+}
+
+fn allocate(file: &File, path: &Path, len: Bytes) -> Result<(), StoreError> {
+    if len == Bytes::ZERO {
+        return Ok(());
+    }
+    let full = |free| StoreError::NoSpace { path: path.to_owned(), needed: len, free };
+    let free = fs::free_space(file.as_fd(), path)?;
+    if free < len {
+        return Err(full(free));
+    }
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len.get()) {
+        Ok(()) => Ok(()),
+        Err(Errno::NOSPC | Errno::DQUOT) => Err(full(fs::free_space(file.as_fd(), path)?)),
+        // Some file systems cannot allocate ahead; the free space was compared, and writes report what they meet.
+        Err(Errno::OPNOTSUPP) => file.set_len(len.get()).map_err(|e| StoreError::file("size", path, e)),
+        Err(e) => Err(StoreError::file("allocate", path, e)),
+    }
+}

@@ -1,0 +1,532 @@
+//! The store: extents, submissions, and the waits derived from them.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use lazy_model::{Bytes, BytesPerSecond, Lane, Span, Tier};
+
+use crate::arena::Arena;
+use crate::clock::{Clock, Token};
+use crate::drive;
+use crate::error::{BoxError, StoreError};
+use crate::lanes::{Lanes, Work};
+use crate::memory::{Access, Mapping, View};
+use crate::options::{LinkLimits, NvmeMode, QueueOrder, StoreOptions};
+use crate::random::Random;
+use crate::spill::Spill;
+
+/// Extents in memory start at multiples of this many bytes.
+pub const MEMORY_ALIGNMENT: u64 = 64;
+
+/// Value of poisoned bytes: a NaN in every float format wider than a byte.
+const POISON: u8 = 0xff;
+
+/// Three tiers of memory with hard budgets, and the ordered queues of tasks that use them. Cheap to clone; the last clone
+/// waits for everything in flight, then removes the spill file.
+#[derive(Clone)]
+pub struct Store {
+    handle: Arc<Handle>,
+}
+
+/// A range of one tier. Dropping it gives the range back; tasks submitted before that may still be using it, and the
+/// next owner's first write waits for them.
+pub struct Extent {
+    inner: Arc<Inner>,
+    id: u64,
+    tier: Tier,
+    offset: u64,
+    bytes: Bytes,
+}
+
+/// The completion of one task.
+#[derive(Clone)]
+pub struct Event {
+    inner: Arc<Inner>,
+    token: Token,
+}
+
+/// One task as it is submitted: what it is called, where it runs, and what it reads and writes. The store derives from
+/// that what it has to wait for.
+#[derive(Clone, Debug)]
+pub struct Submission<'a> {
+    /// The queue.
+    pub lane: Lane,
+    /// Names the task in errors and spans.
+    pub name: String,
+    /// Extents that the task reads. An extent listed here and in `writes` is updated in place.
+    pub reads: &'a [&'a Extent],
+    /// Extents that the task writes.
+    pub writes: &'a [&'a Extent],
+    /// Tasks to wait for besides those that the extents imply.
+    pub after: &'a [Event],
+    /// Bytes moved, for the span and for the link limits; zero for arithmetic.
+    pub bytes: Bytes,
+}
+
+/// What the store's clones share, and what its end takes.
+struct Handle {
+    inner: Arc<Inner>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// What extents, events and worker threads share with the store.
+pub(crate) struct Inner {
+    state: Mutex<State>,
+    /// Told of every submission and completion.
+    pub(crate) changed: Condvar,
+    hbm: Mapping,
+    host: Mapping,
+    pub(crate) spill: Option<Arc<Spill>>,
+    limits: LinkLimits,
+    poison: bool,
+    /// The generator of the seeded order; whoever holds it runs the tasks.
+    pub(crate) seeded: Option<Mutex<Random>>,
+}
+
+/// Everything that changes as tasks are submitted and completed.
+pub(crate) struct State {
+    pub(crate) lanes: Lanes,
+    pub(crate) closing: bool,
+    hbm: Arena,
+    host: Arena,
+    nvme: Option<Arena>,
+    extents: HashMap<u64, Hazards>,
+    next_extent: u64,
+}
+
+/// Who uses an extent.
+struct Hazards {
+    occupied: u64,
+    /// Tasks of earlier owners of the same bytes.
+    inherited: Clock,
+    last_write: Option<Token>,
+    /// Reads since the last write.
+    reads: Clock,
+}
+
+impl Hazards {
+    /// Everything that has to be done before these bytes may be overwritten.
+    fn all(&self) -> Clock {
+        let mut clock = self.inherited;
+        clock.join(&self.reads);
+        if let Some(write) = self.last_write {
+            clock.add(write);
+        }
+        clock
+    }
+}
+
+impl Inner {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        // No task runs under the lock, so a poisoned lock still guards a consistent state.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn limit(&self, lane: Lane) -> Option<BytesPerSecond> {
+        match lane {
+            Lane::H2d => self.limits.h2d,
+            Lane::D2h => self.limits.d2h,
+            Lane::NvmeWrite => self.limits.nvme_write,
+            Lane::NvmeRead => self.limits.nvme_read,
+            Lane::Compute | Lane::Optimizer => None,
+        }
+    }
+
+    fn view(&self, extent: &Extent) -> Option<View> {
+        let mapping = match extent.tier {
+            Tier::Hbm => &self.hbm,
+            Tier::Host => &self.host,
+            Tier::Nvme => return None,
+        };
+        mapping.view(extent.offset, extent.bytes.get())
+    }
+}
+
+impl State {
+    fn arena(&self, tier: Tier) -> Option<&Arena> {
+        match tier {
+            Tier::Hbm => Some(&self.hbm),
+            Tier::Host => Some(&self.host),
+            Tier::Nvme => self.nvme.as_ref(),
+        }
+    }
+
+    fn arena_mut(&mut self, tier: Tier) -> Option<&mut Arena> {
+        match tier {
+            Tier::Hbm => Some(&mut self.hbm),
+            Tier::Host => Some(&mut self.host),
+            Tier::Nvme => self.nvme.as_mut(),
+        }
+    }
+
+    /// The one place where waits are derived: last writes of what is read, last writes and reads of what is written.
+    fn waits(&self, task: &Submission<'_>) -> Result<Clock, StoreError> {
+        let mut waits = Clock::default();
+        for extent in task.reads {
+            match self.extents.get(&extent.id).and_then(|h| h.last_write) {
+                Some(write) => waits.add(write),
+                None if extent.bytes == Bytes::ZERO => {}
+                None => {
+                    let (task, tier, offset, bytes) =
+                        (task.name.clone(), extent.tier, extent.offset, extent.bytes);
+                    return Err(StoreError::NotWritten { task, tier, offset, bytes });
+                }
+            }
+        }
+        for hazards in task.writes.iter().filter_map(|e| self.extents.get(&e.id)) {
+            waits.join(&hazards.all());
+        }
+        for event in task.after {
+            waits.add(event.token);
+        }
+        Ok(waits)
+    }
+
+    /// Notes that `token` is now the last to use what it reads and writes.
+    fn note(&mut self, task: &Submission<'_>, token: Token) {
+        for extent in task.reads {
+            if let Some(hazards) = self.extents.get_mut(&extent.id) {
+                hazards.reads.add(token);
+            }
+        }
+        for extent in task.writes {
+            if let Some(hazards) = self.extents.get_mut(&extent.id) {
+                // Whoever waits for this write waits for all that it waited for.
+                hazards.inherited = Clock::default();
+                hazards.reads = Clock::default();
+                hazards.last_write = Some(token);
+            }
+        }
+    }
+}
+
+impl Store {
+    /// Maps the arenas, makes the spill file and starts the queues.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NoSpace`] where the disk cannot hold the spill file, [`StoreError::BackendRefused`] and
+    /// [`StoreError::DirectRefused`] where an explicit choice cannot be had, and what the system refuses besides.
+    pub fn open(options: StoreOptions) -> Result<Store, StoreError> {
+        let spill = options.nvme.as_ref().map(Spill::open).transpose()?;
+        Store::with_spill(options, spill)
+    }
+
+    pub(crate) fn with_spill(options: StoreOptions, spill: Option<Spill>) -> Result<Store, StoreError> {
+        let in_memory = |tier, budget| Arena::new(tier, budget, MEMORY_ALIGNMENT, 1);
+        let nvme = options.nvme.as_ref().zip(spill.as_ref()).map(|(options, spill)| {
+            let alignment = spill.mode().alignment as u64;
+            Arena::new(Tier::Nvme, options.bytes, alignment, alignment)
+        });
+        let state = State {
+            lanes: Lanes::default(),
+            closing: false,
+            hbm: in_memory(Tier::Hbm, options.hbm),
+            host: in_memory(Tier::Host, options.host),
+            nvme,
+            extents: HashMap::new(),
+            next_extent: 0,
+        };
+        let inner = Arc::new(Inner {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            hbm: Mapping::new("the hbm arena", options.hbm)?,
+            host: Mapping::new("the host arena", options.host)?,
+            spill: spill.map(Arc::new),
+            limits: options.limits,
+            poison: options.poison,
+            seeded: match options.order {
+                QueueOrder::Threads => None,
+                QueueOrder::Seeded(seed) => Some(Mutex::new(Random::new(seed))),
+            },
+        });
+        // The handle comes first: if a thread cannot be started, its end joins the others.
+        let mut handle = Handle { inner, threads: Vec::new() };
+        if options.order == QueueOrder::Threads {
+            for lane in Lane::ALL {
+                let thread = drive::spawn(&handle.inner, lane)?;
+                handle.threads.push(thread);
+            }
+        }
+        Ok(Store { handle: Arc::new(handle) })
+    }
+
+    /// Reserves the lowest free range of `tier` that holds `bytes`.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::OutOfBudget`] where there is none; nothing is moved to make room.
+    pub fn reserve(&self, tier: Tier, bytes: Bytes) -> Result<Extent, StoreError> {
+        self.reserve_with(tier, bytes, |arena, done| arena.reserve(bytes, done))
+    }
+
+    /// Reserves the range of `tier` at `offset`, as a verified schedule lays it out.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::OutsideBudget`], [`StoreError::Overlap`] with an extent that is still held, or
+    /// [`StoreError::Misaligned`].
+    pub fn reserve_at(&self, tier: Tier, offset: u64, bytes: Bytes) -> Result<Extent, StoreError> {
+        self.reserve_with(tier, bytes, |arena, done| arena.reserve_at(offset, bytes, done))
+    }
+
+    fn reserve_with(
+        &self,
+        tier: Tier,
+        bytes: Bytes,
+        take: impl FnOnce(&mut Arena, &Clock) -> Result<crate::arena::Reserved, StoreError>,
+    ) -> Result<Extent, StoreError> {
+        let mut state = self.inner().lock();
+        let done = *state.lanes.completed();
+        let range = take(state.arena_mut(tier).ok_or(StoreError::NoNvme)?, &done)?;
+        let id = state.next_extent;
+        state.next_extent += 1;
+        let hazards = Hazards {
+            occupied: range.occupied,
+            inherited: range.inherited,
+            last_write: None,
+            reads: Clock::default(),
+        };
+        state.extents.insert(id, hazards);
+        Ok(Extent { inner: Arc::clone(self.inner()), id, tier, offset: range.offset, bytes })
+    }
+
+    /// Gives an extent's range back, as dropping it does. Legal right after submitting tasks that use it.
+    pub fn release(&self, extent: Extent) {
+        drop(extent);
+    }
+
+    /// Queues a task. Returns at once; `run` is called on another thread when the task's turn has come and everything it
+    /// has to wait for is done. It must not wait for events or for the store itself.
+    ///
+    /// If an earlier task failed and [`Store::synchronize`] has not yet reported that, the task completes without
+    /// running.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NotWritten`] for a read of something never written, [`StoreError::WrittenTwice`],
+    /// [`StoreError::NotInMemory`] for an NVMe extent, [`StoreError::Foreign`]. Nothing was queued then.
+    pub fn submit(
+        &self,
+        task: Submission<'_>,
+        run: impl FnOnce(&mut Access<'_>) -> Result<(), BoxError> + Send + 'static,
+    ) -> Result<Event, StoreError> {
+        if task.reads.iter().chain(task.writes).any(|e| e.tier == Tier::Nvme) {
+            return Err(StoreError::NotInMemory { task: task.name });
+        }
+        self.enqueue(task, run)
+    }
+
+    /// [`Store::submit`], for tasks that also name NVMe extents. [`Access`] leaves those out.
+    pub(crate) fn enqueue(
+        &self,
+        task: Submission<'_>,
+        run: impl FnOnce(&mut Access<'_>) -> Result<(), BoxError> + Send + 'static,
+    ) -> Result<Event, StoreError> {
+        let inner = self.inner();
+        self.check(&task)?;
+        let reads = task.reads.iter().filter_map(|extent| {
+            let view = inner.view(extent)?;
+            let in_place = task.writes.iter().any(|w| w.id == extent.id);
+            Some(if in_place { view.empty() } else { view })
+        });
+        let reads: Vec<View> = reads.collect();
+        let writes: Vec<View> = task.writes.iter().filter_map(|e| inner.view(e)).collect();
+
+        let mut state = inner.lock();
+        let waits = state.waits(&task)?;
+        let fresh: Vec<usize> = (0..if inner.poison { writes.len() } else { 0 })
+            .filter(|&i| {
+                let mut in_memory = task.writes.iter().filter(|e| e.tier != Tier::Nvme);
+                let hazards = in_memory.nth(i).and_then(|e| state.extents.get(&e.id));
+                hazards.is_some_and(|h| h.last_write.is_none())
+            })
+            .collect();
+        let work: Work = Box::new(move || {
+            // SAFETY: the mappings live as long as `Inner`, and tasks run only from within it. `check` made sure that no
+            // write is listed twice and in-place reads are empty. The waits derived from the hazards hold back this task
+            // until earlier users of these bytes are done, and later ones until this task is; extents that are live at
+            // once do not overlap.
+            let mut access = unsafe { Access::new(reads, writes) };
+            for i in fresh {
+                access.write(i).fill(POISON);
+            }
+            run(&mut access)
+        });
+        let token = state.lanes.push(task.lane, task.name.clone(), task.bytes, waits, work);
+        state.note(&task, token);
+        drop(state);
+        inner.changed.notify_all();
+        Ok(Event { inner: Arc::clone(inner), token })
+    }
+
+    fn check(&self, task: &Submission<'_>) -> Result<(), StoreError> {
+        let foreign = |what| Err(StoreError::Foreign { task: task.name.clone(), what });
+        if task.reads.iter().chain(task.writes).any(|e| !Arc::ptr_eq(&e.inner, self.inner())) {
+            return foreign("extent");
+        }
+        if task.after.iter().any(|e| !Arc::ptr_eq(&e.inner, self.inner())) {
+            return foreign("event");
+        }
+        for (i, extent) in task.writes.iter().enumerate() {
+            if task.writes[..i].iter().any(|earlier| earlier.id == extent.id) {
+                let (task, tier, offset, bytes) =
+                    (task.name.clone(), extent.tier, extent.offset, extent.bytes);
+                return Err(StoreError::WrittenTwice { task, tier, offset, bytes });
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until every task submitted so far has completed.
+    ///
+    /// # Errors
+    ///
+    /// The first failure since the last call, which this clears. Extents whose last writer failed, or did not run because
+    /// of the failure, count as never written; everything else is as it was, and the store can be used on.
+    pub fn synchronize(&self) -> Result<(), StoreError> {
+        let mut state = drive::wait_until(self.inner(), |s| s.lanes.idle());
+        let Some((failure, voided)) = state.lanes.take_failure() else { return Ok(()) };
+        for hazards in state.extents.values_mut() {
+            hazards.last_write = hazards.last_write.filter(|&token| !voided.contains(token));
+        }
+        Err(failure)
+    }
+
+    /// Begins a step: sets the time origin of spans, drops those not taken, and sets every tier's peak to what is live.
+    /// Spans are recorded from the first call on.
+    pub fn start_step(&self) {
+        let mut state = self.inner().lock();
+        state.lanes.start_step();
+        for tier in Tier::ALL {
+            if let Some(arena) = state.arena_mut(tier) {
+                arena.reset_peak();
+            }
+        }
+    }
+
+    /// Takes the spans of what was submitted since the step began and has completed, in submission order.
+    pub fn take_spans(&self) -> Vec<Span> {
+        self.inner().lock().lanes.take_spans()
+    }
+
+    /// Bytes held by live extents of a tier; on NVMe, with their padding.
+    pub fn live(&self, tier: Tier) -> Bytes {
+        self.inner().lock().arena(tier).map_or(Bytes::ZERO, Arena::live_bytes)
+    }
+
+    /// The largest value of [`Store::live`] since the step began.
+    pub fn peak(&self, tier: Tier) -> Bytes {
+        self.inner().lock().arena(tier).map_or(Bytes::ZERO, Arena::peak)
+    }
+
+    /// The limit of a tier.
+    pub fn budget(&self, tier: Tier) -> Bytes {
+        self.inner().lock().arena(tier).map_or(Bytes::ZERO, Arena::budget)
+    }
+
+    /// How the spill file is read and written: what was asked for, what was obtained and why.
+    pub fn nvme_mode(&self) -> Option<&NvmeMode> {
+        self.inner().spill.as_deref().map(Spill::mode)
+    }
+
+    /// Offsets in the NVMe tier are multiples of this, and lengths are padded to it.
+    pub fn nvme_alignment(&self) -> Option<usize> {
+        self.nvme_mode().map(|mode| mode.alignment)
+    }
+
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
+        &self.handle.inner
+    }
+}
+
+impl Drop for Handle {
+    /// Waits for everything in flight, ends the threads, and removes the spill file.
+    fn drop(&mut self) {
+        let this = std::thread::current().id();
+        let on_worker = self.threads.iter().any(|t| t.thread().id() == this);
+        // A task that owned the last clone drops it on its own lane, which cannot wait for itself: the threads finish what
+        // is queued and the last one out removes the file.
+        if !on_worker {
+            drop(drive::wait_until(&self.inner, |s| s.lanes.idle()));
+        }
+        self.inner.lock().closing = true;
+        self.inner.changed.notify_all();
+        if on_worker {
+            return;
+        }
+        for thread in self.threads.drain(..) {
+            // A worker catches the panics of its tasks, so there is nothing to report here.
+            let _ = thread.join();
+        }
+        if let Some(spill) = &self.inner.spill {
+            spill.remove();
+        }
+    }
+}
+
+impl Extent {
+    /// The tier it lies in.
+    pub fn tier(&self) -> Tier {
+        self.tier
+    }
+
+    /// Where it begins in its tier, in bytes.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Its length as asked for, without padding.
+    pub fn bytes(&self) -> Bytes {
+        self.bytes
+    }
+
+    /// Whether a task was submitted that writes it, and none of those failed.
+    pub fn is_written(&self) -> bool {
+        self.inner.lock().extents.get(&self.id).is_some_and(|h| h.last_write.is_some())
+    }
+}
+
+impl Drop for Extent {
+    fn drop(&mut self) {
+        let mut state = self.inner.lock();
+        let done = *state.lanes.completed();
+        if let Some(hazards) = state.extents.remove(&self.id)
+            && let Some(arena) = state.arena_mut(self.tier)
+        {
+            arena.release(self.offset, hazards.occupied, hazards.all(), &done);
+        }
+    }
+}
+
+impl Event {
+    /// Waits until the task has completed. Whether it failed is what [`Store::synchronize`] says.
+    pub fn wait(&self) {
+        drop(drive::wait_until(&self.inner, |s| s.lanes.is_done(self.token)));
+    }
+
+    /// Whether the task has completed.
+    pub fn is_done(&self) -> bool {
+        self.inner.lock().lanes.is_done(self.token)
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Store").field("nvme_mode", &self.nvme_mode()).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Extent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}+{}", self.tier, self.offset, self.bytes)
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "task {} of {}", self.token.seq, self.token.lane)
+    }
+}
