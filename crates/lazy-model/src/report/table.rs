@@ -1,0 +1,57 @@
+//! The table of promised and measured values.
+
+use std::fmt::Write as _;
+
+use crate::units::Bytes;
+
+use super::Compared;
+use super::map::bytes;
+use super::svg::{Svg, escape, number};
+
+/// A difference of this many percent fills the bar.
+const FULL_BAR: f64 = 25.0;
+
+/// The rows as a table. Exact values are in `data-value`.
+pub(super) fn draw(rows: &[Compared]) -> String {
+    let mut out = String::from(
+        "<table><thead><tr><th>Quantity</th><th>Promised</th><th>Measured</th><th>Difference</th>\
+         <th class=\"bar\">−25% to +25%</th></tr></thead><tbody>\n",
+    );
+    for row in rows {
+        let difference = row.difference_percent();
+        let shown = difference
+            .map_or("–".to_owned(), |d| if d.abs() < 0.05 { "0.0%".into() } else { format!("{d:+.1}%") });
+        let _ = writeln!(
+            out,
+            "<tr><td>{}</td>{}{}<td>{shown}</td><td class=\"bar\">{}</td></tr>",
+            escape(&row.label),
+            cell(row.promised, &row.unit),
+            cell(row.measured, &row.unit),
+            difference.map(bar).unwrap_or_default()
+        );
+    }
+    out.push_str("</tbody></table>\n");
+    out
+}
+
+fn cell(value: Option<f64>, unit: &str) -> String {
+    let Some(value) = value.filter(|v| v.is_finite()) else { return "<td>–</td>".into() };
+    if unit == "bytes" {
+        return format!(
+            "<td data-value=\"{value}\" title=\"{value} bytes\">{}</td>",
+            bytes(Bytes(value as u64))
+        );
+    }
+    format!("<td data-value=\"{value}\">{} {}</td>", number(value), escape(unit))
+}
+
+/// The difference as a bar to the left (less) or right (more) of the middle.
+fn bar(percent: f64) -> String {
+    let mut svg = Svg::new(180.0, &format!("{percent:+.1} percent"));
+    let length = (percent.abs() / FULL_BAR).min(1.0) * 86.0;
+    svg.rect("track", [0.0, 3.0, 180.0, 8.0], None);
+    let from = if percent < 0.0 { 90.0 - length } else { 90.0 };
+    svg.rect("hbm", [from, 3.0, length, 8.0], None);
+    svg.line("base", [90.0, 0.0, 90.0, 14.0]);
+    svg.finish("difference", 14.0)
+}
