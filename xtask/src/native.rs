@@ -6,42 +6,39 @@ use std::process::{Command, Stdio};
 
 use crate::Outcome;
 
-/// Package managers in the order asked, with the install line for CBC.
-const INSTALL_CBC: [(&str, &str); 4] = [
-    ("apt-get", "apt-get install coinor-libcbc-dev"),
-    ("dnf", "dnf install coin-or-Cbc-devel"),
-    ("pacman", "pacman -S coin-or-cbc"),
-    ("brew", "brew install coin-or-tools/coinor/cbc pkg-config"),
+/// Package managers in the order asked: program, install command, packages of a C compiler and of CBC.
+const MANAGERS: [(&str, &str, &str, &str); 4] = [
+    ("apt-get", "apt-get install", "build-essential", "coinor-libcbc-dev"),
+    ("dnf", "dnf install", "gcc", "coin-or-Cbc-devel"),
+    ("pacman", "pacman -S", "gcc", "coin-or-cbc"),
+    ("brew", "brew install", "gcc", "coin-or-tools/coinor/cbc pkg-config"),
 ];
 
 /// Makes sure that binaries which use the solver link: installs CBC where that is possible (apt-get as root),
 /// or says how.
 pub(crate) fn ensure_cbc() -> Outcome<()> {
-    let mut missing = Vec::new();
-    if !starts("cc", "--version") {
-        missing.push("build-essential");
-    }
-    if !missing.is_empty() || !links("CbcSolver") {
-        missing.push("coinor-libcbc-dev");
-    }
-    if missing.is_empty() {
+    let has_compiler = starts("cc", "--version");
+    if has_compiler && links("CbcSolver") {
         return Ok(());
     }
     if !(is_root() && starts("apt-get", "--version")) {
-        return Err(how_to_install(&missing, |program| starts(program, "--version")));
+        return Err(how_to_install(has_compiler, |program| starts(program, "--version")));
     }
-    eprintln!("xtask: installing {} with apt-get", missing.join(" and "));
+    let (_, _, compiler, cbc) = MANAGERS[0];
+    let packages = if has_compiler { vec![cbc] } else { vec![compiler, cbc] };
+    eprintln!("xtask: installing {} with apt-get", packages.join(" and "));
+    let install = [&["install", "-y"], packages.as_slice()].concat();
     // The package lists may be there already; refreshing them is the slow part.
-    if !apt_get(&[&["install", "-y"], missing.as_slice()].concat())? {
+    if !apt_get(&install)? {
         apt_get(&["update"])?;
-        if !apt_get(&[&["install", "-y"], missing.as_slice()].concat())? {
-            return Err(format!("apt-get could not install {}; see its message above", missing.join(" ")));
+        if !apt_get(&install)? {
+            return Err(format!("apt-get could not install {}; see its message above", packages.join(" ")));
         }
     }
     if links("CbcSolver") {
         Ok(())
     } else {
-        Err("coinor-libcbc-dev is installed, yet `cc -lCbcSolver` does not link: check LIBRARY_PATH".into())
+        Err(format!("{cbc} is installed, yet `cc -lCbcSolver` does not link: check LIBRARY_PATH"))
     }
 }
 
@@ -66,16 +63,17 @@ pub(crate) fn ensure_components() -> Outcome<()> {
     }
 }
 
-fn how_to_install(missing: &[&str], has: impl Fn(&str) -> bool) -> String {
-    let compiler = if missing.contains(&"build-essential") { "a C compiler (cc) and " } else { "" };
-    let lines: Vec<_> =
-        INSTALL_CBC.iter().filter(|(manager, _)| has(manager)).map(|(_, line)| *line).collect();
-    let how = if lines.is_empty() {
-        INSTALL_CBC.iter().map(|(_, line)| *line).collect::<Vec<_>>().join(" | ")
-    } else {
-        lines[0].to_owned()
+/// One line for the package manager that is there, or for each known one.
+fn how_to_install(has_compiler: bool, is_present: impl Fn(&str) -> bool) -> String {
+    let line = |(_, install, compiler, cbc): &(&str, &str, &str, &str)| {
+        if has_compiler { format!("{install} {cbc}") } else { format!("{install} {compiler} {cbc}") }
     };
-    format!("{compiler}the CBC solver's library is missing; install it, then run this again: {how}")
+    let how = match MANAGERS.iter().find(|(manager, ..)| is_present(manager)) {
+        Some(manager) => line(manager),
+        None => MANAGERS.iter().map(line).collect::<Vec<_>>().join(" | "),
+    };
+    let what = if has_compiler { "" } else { "a C compiler and " };
+    format!("{what}the library of the CBC solver must be installed first; do so and run this again: {how}")
 }
 
 /// Asks the linker itself: only it knows every place it looks in.
@@ -135,14 +133,15 @@ mod tests {
 
     #[test]
     fn advice_names_the_present_package_manager() {
-        let advice = how_to_install(&["coinor-libcbc-dev"], |manager| manager == "dnf");
+        let advice = how_to_install(true, |manager| manager == "dnf");
         assert!(advice.ends_with("again: dnf install coin-or-Cbc-devel"), "{advice}");
-        assert!(!advice.contains("compiler"));
+        let advice = how_to_install(false, |manager| manager == "dnf");
+        assert!(advice.ends_with("again: dnf install gcc coin-or-Cbc-devel"), "{advice}");
     }
 
     #[test]
     fn advice_without_a_known_manager_names_all_packages() {
-        let advice = how_to_install(&["build-essential", "coinor-libcbc-dev"], |_| false);
+        let advice = how_to_install(false, |_| false);
         for word in ["C compiler", "coinor-libcbc-dev", "coin-or-Cbc-devel", "coin-or-cbc", "coinor/cbc"] {
             assert!(advice.contains(word), "{word} not in: {advice}");
         }
