@@ -130,7 +130,7 @@ fn lanes_add_up_their_bytes_and_busy_time_and_mark_waiting() {
     let html = report.to_html();
     assert!(html.contains(">busy 75%<"), "compute");
     assert!(html.contains(">busy 50% · 4.000 MiB<"), "copies");
-    assert!(html.contains("waiting: 250.0 ms at 250.0 ms"));
+    assert!(html.contains("standing still: 250.0 ms at 250.0 ms"));
     assert!(html.contains("backward 0: 500.0 ms at 500.0 ms"));
     assert_sound(&html);
 }

@@ -84,7 +84,7 @@ fn tier_panel(
     let unit = byte_unit(top_value);
     let y = Scale::new(0.0, top_value / unit.divisor * 1.06, bottom, top);
     let frame = Frame { x, y, left, right, top, bottom };
-    frame.y_axis(svg, 3, "");
+    frame.y_axis(svg, 4, "");
     svg.line("base", [left, bottom, right, bottom]);
     let peaks = [("measured", measured), ("promised", promised)];
     let peaks = peaks.into_iter().filter_map(|(what, b)| Some(format!("{what} {}", bytes(Bytes(b?)))));

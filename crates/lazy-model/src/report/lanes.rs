@@ -47,7 +47,7 @@ pub(super) fn draw(spans: &[Span], wide: bool) -> String {
             for (from, to) in gaps(&of_lane) {
                 let (left, right) = (x.at(from / unit.divisor), x.at(to / unit.divisor));
                 if right - left >= VISIBLE_GAP {
-                    let title = format!("waiting: {} at {}", time(to - from), time(from));
+                    let title = format!("standing still: {} at {}", time(to - from), time(from));
                     svg.rect("wait", [left, y + 2.0, right - left, HEIGHT], Some(&title));
                 }
             }

@@ -28,7 +28,7 @@ fn in_unit(value: f64, divisor: f64, name: &str) -> String {
 
 /// The map for `placement[i]` and `boundary_bytes[i]` (absent sizes are left out), `keep[l]`.
 pub(super) fn draw(placement: &[Placement], sizes: &[Bytes], keep: &[bool], wide: bool) -> String {
-    let (width, left) = if wide { (1000.0, 220.0) } else { (380.0, 0.0) };
+    let (width, left) = if wide { (1000.0, 245.0) } else { (380.0, 0.0) };
     // On narrow screens a row's name stands above its cells.
     let name_height = if wide { 0.0 } else { 19.0 };
     let mut svg =

@@ -206,14 +206,13 @@ impl RunReport {
             ("loss", "head and loss"),
             ("recompute", "recompute"),
             ("backward", "backward"),
-            ("wait", "waiting"),
+            ("wait", "standing still"),
             ("host", "to and from host RAM"),
             ("nvme", "to and from NVMe"),
             ("optimizer", "optimizer"),
         ]);
         let draw = |wide| lanes::draw(&self.spans, wide);
-        let intro =
-            "One measured step. Red on the compute lane is time in which the device waited for a copy.";
+        let intro = "One measured step. Red on the compute lane is time in which the device stood still.";
         section(page, "What ran when", intro, &(legend + &draw(true) + &draw(false)));
     }
 }
