@@ -145,7 +145,10 @@ fn windows_are_recorded_only_where_they_are_active() {
     assert_eq!(spec(&off).layer_kinds, vec![LayerKind::Full; 32]);
     let qwen = json_of("qwen2.5-7b");
     assert_eq!(spec(&qwen).layer_kinds, vec![LayerKind::Full; 28]);
-    let on = with(with(qwen, "use_sliding_window", Some(json!(true))), "max_window_layers", Some(json!(21)));
+    // A smaller number of full layers alone switches nothing on; the flag does.
+    let qwen = with(qwen, "max_window_layers", Some(json!(21)));
+    assert_eq!(spec(&qwen).layer_kinds, vec![LayerKind::Full; 28]);
+    let on = with(qwen, "use_sliding_window", Some(json!(true)));
     let kinds = spec(&on).layer_kinds;
     assert_eq!(kinds[20], LayerKind::Full);
     assert_eq!(kinds[21], LayerKind::Sliding { window: 131_072 });
