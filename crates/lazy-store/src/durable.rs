@@ -16,6 +16,7 @@ use rustix::io::Errno;
 
 pub use crate::buffer::AlignedBuf;
 use crate::error::StoreError;
+use crate::io::hooks::{Change, Hooks};
 use crate::io::{Buffer, Op, OpenFile, Queue, fs, probe, transfer};
 pub use crate::options::IoOptions;
 use crate::options::NvmeMode;
@@ -44,6 +45,7 @@ struct Dir {
     path: PathBuf,
     folder: File,
     mode: NvmeMode,
+    hooks: Hooks,
     reader: Worker,
     writer: Worker,
 }
@@ -129,16 +131,35 @@ impl DurableDir {
     /// [`StoreError::BackendRefused`] and [`StoreError::DirectRefused`] where an explicit choice cannot be had, and what
     /// the system refuses besides.
     pub fn open(path: &Path, options: &IoOptions) -> Result<Self, StoreError> {
+        Self::open_with(path, options, Hooks::default())
+    }
+
+    /// [`DurableDir::open`], with everything after the opening going through a fault double.
+    ///
+    /// # Errors
+    ///
+    /// As for [`DurableDir::open`].
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn open_with_faults(
+        path: &Path,
+        options: &IoOptions,
+        faults: &crate::fault::Faults,
+    ) -> Result<Self, StoreError> {
+        Self::open_with(path, options, Hooks { faults: Some(faults.clone()) })
+    }
+
+    fn open_with(path: &Path, options: &IoOptions, hooks: Hooks) -> Result<Self, StoreError> {
         make_private_dir(path)?;
         let mode = probe::settle(path, options.backend, options.direct)?;
         let queue = || {
             probe::queue(mode.backend, options.depth)
+                .map(|queue| hooks.wrap(queue))
                 .map_err(|reason| StoreError::BackendRefused { asked: "the probed back end", reason })
         };
         let reader = Worker::start(Op::Read, queue()?, options.depth)?;
         let writer = Worker::start(Op::Write, queue()?, options.depth)?;
         let folder = File::open(path).map_err(|e| StoreError::file("open", path, e))?;
-        Ok(DurableDir { inner: Arc::new(Dir { path: path.to_owned(), folder, mode, reader, writer }) })
+        Ok(DurableDir { inner: Arc::new(Dir { path: path.to_owned(), folder, mode, hooks, reader, writer }) })
     }
 
     /// Makes a file of `len` bytes (a multiple of the alignment), all of them allocated, that reads as zeros. Its name is
@@ -150,8 +171,11 @@ impl DurableDir {
     pub fn create_file(&self, name: &str, len: Bytes) -> Result<DurableFile, StoreError> {
         let path = self.named(name)?;
         self.check_range(&path, 0, len.get(), len.get())?;
-        let file = create(&path, len, self.inner.mode.direct)?;
-        file.sync_all().map_err(|e| StoreError::file("flush", &path, e))?;
+        let file = self.change(Change::Create { name }, || {
+            let file = create(&path, len, self.inner.mode.direct)?;
+            file.sync_all().map_err(|e| StoreError::file("flush", &path, e))?;
+            Ok(file)
+        })?;
         Ok(self.opened(file, path, len.get()))
     }
 
@@ -203,11 +227,12 @@ impl DurableDir {
     pub fn link(&self, from: &str, to: &str) -> Result<(), StoreError> {
         let (path, target) = (self.named(from)?, self.named(to)?);
         let folder = &self.inner.folder;
-        match rustix::fs::linkat(folder, from, folder, to, AtFlags::empty()) {
+        let link = || match rustix::fs::linkat(folder, from, folder, to, AtFlags::empty()) {
             Ok(()) => Ok(()),
             Err(Errno::EXIST) => Err(StoreError::Exists { path: target }),
             Err(e) => Err(StoreError::file("link", &path, e)),
-        }
+        };
+        self.change(Change::Link { from, to }, link)
     }
 
     /// Renames a file; one that has the new name already is replaced.
@@ -215,19 +240,25 @@ impl DurableDir {
         let path = self.named(from)?;
         self.named(to)?;
         let folder = &self.inner.folder;
-        rustix::fs::renameat(folder, from, folder, to).map_err(|e| StoreError::file("rename", &path, e))
+        self.change(Change::Rename { from, to }, || {
+            rustix::fs::renameat(folder, from, folder, to).map_err(|e| StoreError::file("rename", &path, e))
+        })
     }
 
     /// Removes a name.
     pub fn remove(&self, name: &str) -> Result<(), StoreError> {
         let path = self.named(name)?;
-        rustix::fs::unlinkat(&self.inner.folder, name, AtFlags::empty())
-            .map_err(|e| StoreError::file("remove", &path, e))
+        self.change(Change::Remove { name }, || {
+            rustix::fs::unlinkat(&self.inner.folder, name, AtFlags::empty())
+                .map_err(|e| StoreError::file("remove", &path, e))
+        })
     }
 
     /// Flushes the folder: names made, linked, renamed and removed so far survive a power cut.
     pub fn sync(&self) -> Result<(), StoreError> {
-        rustix::fs::fsync(&self.inner.folder).map_err(|e| StoreError::file("flush", &self.inner.path, e))
+        self.change(Change::SyncDir, || {
+            rustix::fs::fsync(&self.inner.folder).map_err(|e| StoreError::file("flush", &self.inner.path, e))
+        })
     }
 
     /// The folder.
@@ -248,6 +279,14 @@ impl DurableDir {
     /// Bytes free on the folder's file system.
     pub fn free_space(&self) -> Result<Bytes, StoreError> {
         fs::free_space(self.inner.folder.as_fd(), &self.inner.path)
+    }
+
+    fn change<T>(
+        &self,
+        change: Change<'_>,
+        act: impl FnOnce() -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        self.inner.hooks.carry_out(&self.inner.path, change, act)
     }
 
     fn opened(&self, file: File, path: PathBuf, len: u64) -> DurableFile {
@@ -309,10 +348,13 @@ impl DurableFile {
         if self.file.sync_failed.load(Ordering::Acquire) {
             return Err(StoreError::SyncFailed { path: file.path.clone() });
         }
-        rustix::fs::fdatasync(&file.file).map_err(|e| {
+        let flush =
+            || rustix::fs::fdatasync(&file.file).map_err(|e| StoreError::file("flush", &file.path, e));
+        let flushed = self.dir.hooks.carry_out(&self.dir.path, Change::SyncData { file }, flush);
+        if flushed.is_err() {
             self.file.sync_failed.store(true, Ordering::Release);
-            StoreError::file("flush", &file.path, e)
-        })
+        }
+        flushed
     }
 
     /// Its length.

@@ -17,6 +17,8 @@ mod spill;
 mod store;
 
 pub use error::{BoxError, StoreError};
+#[cfg(any(test, feature = "test-util"))]
+pub use io::fault;
 pub use io::fs::is_tmpfs;
 pub use lazy_model::{
     BoundaryIndex, Bytes, BytesPerSecond, Lane, LayerIndex, Placement, Seconds, Span, Tier,

@@ -37,32 +37,29 @@ struct Direction {
 
 impl Spill {
     pub(crate) fn open(options: &NvmeOptions) -> Result<Self, StoreError> {
-        let dir = &options.dir;
-        make_private_dir(dir)?;
-        let mode = probe::settle(dir, options.backend, options.direct)?;
-        Spill::with_queues(options, &mode, || {
-            probe::queue(mode.backend, DEPTH)
-                .map_err(|reason| StoreError::BackendRefused { asked: "the probed back end", reason })
-        })
+        Spill::open_with(options, |queue| queue)
     }
 
-    /// Makes the spill file, to be used through queues made by `queue`.
-    pub(crate) fn with_queues(
+    /// Makes the spill file, to be used through what `wrap` makes of the queues.
+    pub(crate) fn open_with(
         options: &NvmeOptions,
-        mode: &NvmeMode,
-        queue: impl Fn() -> Result<Box<dyn Queue>, StoreError>,
+        wrap: impl Fn(Box<dyn Queue>) -> Box<dyn Queue>,
     ) -> Result<Self, StoreError> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
+        make_private_dir(&options.dir)?;
+        let mode = probe::settle(&options.dir, options.backend, options.direct)?;
         let direction = || {
+            let queue = probe::queue(mode.backend, DEPTH)
+                .map_err(|reason| StoreError::BackendRefused { asked: "the probed back end", reason })?;
             let bounce = AlignedBuf::zeroed(Bytes(BOUNCE as u64))?;
-            Ok::<_, StoreError>(Mutex::new(Direction { queue: queue()?, bounce }))
+            Ok::<_, StoreError>(Mutex::new(Direction { queue: wrap(queue), bounce }))
         };
         let (writer, reader) = (direction()?, direction()?);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let path = options.dir.join(format!("spill-{}-{count}", std::process::id()));
         let file = create(&path, options.bytes.align_up(mode.alignment as u64), mode.direct)?;
         let file = OpenFile { file, path, granularity: mode.granularity };
-        Ok(Spill { file, mode: mode.clone(), writer, reader, removed: AtomicBool::new(false) })
+        Ok(Spill { file, mode, writer, reader, removed: AtomicBool::new(false) })
     }
 
     pub(crate) fn mode(&self) -> &NvmeMode {

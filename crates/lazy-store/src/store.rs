@@ -214,7 +214,22 @@ impl Store {
         Store::with_spill(options, spill)
     }
 
-    pub(crate) fn with_spill(options: StoreOptions, spill: Option<Spill>) -> Result<Store, StoreError> {
+    /// [`Store::open`], with the spill file's transfers going through a fault double.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Store::open`].
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn open_with_faults(
+        options: StoreOptions,
+        faults: &crate::fault::Faults,
+    ) -> Result<Store, StoreError> {
+        let spill =
+            options.nvme.as_ref().map(|nvme| Spill::open_with(nvme, |queue| faults.wrap(queue, false)));
+        Store::with_spill(options, spill.transpose()?)
+    }
+
+    fn with_spill(options: StoreOptions, spill: Option<Spill>) -> Result<Store, StoreError> {
         let in_memory = |tier, budget| Arena::new(tier, budget, MEMORY_ALIGNMENT, 1);
         let nvme = options.nvme.as_ref().zip(spill.as_ref()).map(|(options, spill)| {
             let alignment = spill.mode().alignment as u64;

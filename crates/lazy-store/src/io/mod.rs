@@ -5,8 +5,9 @@
 //! continuation of short ones, and waiting for all that is in flight before a buffer is given back.
 
 #[cfg(any(test, feature = "test-util"))]
-pub(crate) mod fault;
+pub mod fault;
 pub(crate) mod fs;
+pub(crate) mod hooks;
 pub(crate) mod posix;
 pub(crate) mod probe;
 #[cfg(target_os = "linux")]

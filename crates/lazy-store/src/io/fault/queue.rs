@@ -1,0 +1,126 @@
+//! A request queue that fails as it is told, around one that works.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use lazy_model::Bytes;
+use rustix::io::Errno;
+
+use super::super::{Done, Op, Queue, Request};
+use super::{Fault, Faults};
+use crate::buffer::AlignedBuf;
+
+pub(crate) struct FaultQueue {
+    inner: Box<dyn Queue>,
+    faults: Faults,
+    /// Whether unflushed writes are kept track of.
+    journaled: bool,
+    started: HashMap<usize, Started>,
+    /// Completions not yet reported.
+    held: Vec<Done>,
+}
+
+/// What has to be known of a request when it completes.
+struct Started {
+    op: Op,
+    fault: Option<Fault>,
+    start: *mut u8,
+    offset: u64,
+    /// The file and its old bytes, for the journal.
+    before: Option<(OwnedFd, Vec<u8>)>,
+}
+
+// SAFETY: the pointer is that of a request in flight, whose memory the caller of `start` leaves alone until the
+// completion is reported, whichever thread asks for it.
+unsafe impl Send for FaultQueue {}
+
+impl FaultQueue {
+    pub(crate) fn new(inner: Box<dyn Queue>, faults: Faults, journaled: bool) -> Self {
+        FaultQueue { inner, faults, journaled, started: HashMap::new(), held: Vec::new() }
+    }
+
+    fn before(&self, request: &Request<'_>) -> io::Result<Option<(OwnedFd, Vec<u8>)>> {
+        if !self.journaled || request.op == Op::Read {
+            return Ok(None);
+        }
+        let mut old = AlignedBuf::zeroed(Bytes(request.len as u64)).map_err(io::Error::other)?;
+        rustix::io::pread(request.file, old.as_mut_slice(), request.offset)?;
+        Ok(Some((request.file.try_clone_to_owned()?, old.as_slice().to_vec())))
+    }
+
+    /// Changes a completion as decided, and notes what was really written.
+    fn complete(&mut self, done: Done) -> Done {
+        let Done { tag, result } = done;
+        let Some(Started { op, fault, start, offset, before }) = self.started.remove(&tag) else {
+            return Done { tag, result };
+        };
+        let Ok(count) = result else { return Done { tag, result } };
+        // SAFETY: the request moved `count` bytes at `start`, and its memory is the queue's until this is reported.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(start, count) };
+        let mut state = self.faults.lock();
+        if let Some((file, mut old)) = before {
+            old.truncate(count);
+            if state.journal.wrote(file.as_fd(), offset, old, bytes.to_vec()).is_err() {
+                return Done { tag, result: Err(Errno::IO) };
+            }
+        }
+        let result = match fault {
+            Some(Fault::Short(most)) => Ok(count.min(most)),
+            Some(Fault::FlipBit) if op == Op::Read && count > 0 => {
+                bytes[state.random.below(count as u64) as usize] ^= 1 << state.random.below(8);
+                Ok(count)
+            }
+            _ => Ok(count),
+        };
+        Done { tag, result }
+    }
+}
+
+impl Queue for FaultQueue {
+    fn depth(&self) -> usize {
+        self.inner.depth()
+    }
+
+    unsafe fn start(&mut self, request: Request<'_>) -> io::Result<()> {
+        let Request { tag, op, start, offset, .. } = request;
+        let fault = self.faults.lock().decide(op, offset, request.len)?;
+        let failed = match fault {
+            Some(Fault::Interrupted) => Some(Errno::INTR),
+            Some(Fault::Again) => Some(Errno::AGAIN),
+            Some(Fault::Io) => Some(Errno::IO),
+            Some(Fault::NoSpace) => Some(Errno::NOSPC),
+            _ => None,
+        };
+        if let Some(error) = failed {
+            self.held.push(Done { tag, result: Err(error) });
+            return Ok(());
+        }
+        let before = self.before(&request)?;
+        // SAFETY: the caller's promise is passed on: `wait` reports the completion after the inner queue has.
+        unsafe { self.inner.start(request) }?;
+        self.started.insert(tag, Started { op, fault, start, offset, before });
+        Ok(())
+    }
+
+    fn wait(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
+        if !self.started.is_empty() {
+            let mut completed = Vec::new();
+            self.inner.wait(&mut completed)?;
+            for one in completed {
+                let one = self.complete(one);
+                self.held.push(one);
+            }
+        }
+        let mut state = self.faults.lock();
+        let mut reported = self.held.len();
+        if state.reorder && reported > 1 {
+            for i in (1..reported).rev() {
+                self.held.swap(i, state.random.below(i as u64 + 1) as usize);
+            }
+            reported = 1 + state.random.below(reported as u64) as usize;
+        }
+        done.extend(self.held.drain(..reported));
+        Ok(())
+    }
+}

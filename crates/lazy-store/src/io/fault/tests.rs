@@ -1,0 +1,230 @@
+//! The transfer loop and durable files under faults, on the build's own file system.
+
+use std::path::PathBuf;
+
+use lazy_model::Bytes;
+
+use super::{Fault, Faults, Operation};
+use crate::durable::{AlignedBuf, DurableDir, DurableFile, IoOptions};
+use crate::error::StoreError;
+use crate::options::{BackendChoice, DirectChoice};
+
+const LEN: u64 = 3 << 20;
+
+/// A folder beside the test's own program, which is on a real file system where /tmp may be tmpfs.
+fn folder() -> tempfile::TempDir {
+    let program = std::env::current_exe().unwrap();
+    tempfile::tempdir_in(program.parent().unwrap()).unwrap()
+}
+
+fn filled(len: u64, seed: usize) -> AlignedBuf {
+    let mut buffer = AlignedBuf::zeroed(Bytes(len)).unwrap();
+    buffer.as_mut_slice().iter_mut().enumerate().for_each(|(i, b)| *b = (i * 17 + i / 255 + seed) as u8);
+    buffer
+}
+
+fn write(file: &DurableFile, seed: usize) -> Result<(), StoreError> {
+    file.write_at(0, filled(LEN, seed)).wait().1
+}
+
+fn read(file: &DurableFile) -> Result<AlignedBuf, StoreError> {
+    let (buffer, result) = file.read_at(0, AlignedBuf::zeroed(Bytes(LEN)).unwrap()).wait();
+    result.map(|()| buffer)
+}
+
+fn is(buffer: &AlignedBuf, seed: usize) -> bool {
+    buffer.as_slice() == filled(LEN, seed).as_slice()
+}
+
+/// Runs `check` with a file for each back end and cache mode.
+fn with_file(check: impl Fn(&Faults, &DurableFile)) {
+    for backend in [BackendChoice::Uring, BackendChoice::Posix] {
+        for direct in [DirectChoice::Auto, DirectChoice::Off] {
+            let (folder, faults) = (folder(), Faults::new(1));
+            let options = IoOptions { backend, direct, depth: 8 };
+            let dir = DurableDir::open_with_faults(folder.path(), &options, &faults).unwrap();
+            check(&faults, &dir.create_file("a", Bytes(LEN)).unwrap());
+        }
+    }
+}
+
+#[test]
+fn t12_short_counts_and_interruptions_are_continued() {
+    with_file(|faults, file| {
+        let script = [
+            Fault::Short(1),
+            Fault::Short(511),
+            Fault::Short(512),
+            Fault::Short((1 << 20) - 1),
+            Fault::Interrupted,
+        ];
+        for (nth, fault) in script.into_iter().chain([Fault::Again]).enumerate() {
+            faults.on_write(nth as u64, fault);
+            faults.on_read(nth as u64, fault);
+        }
+        write(file, 1).unwrap();
+        assert!(is(&read(file).unwrap(), 1));
+        faults.rates(300, 100, 100);
+        faults.reorder();
+        for seed in 2..4 {
+            write(file, seed).unwrap();
+            assert!(is(&read(file).unwrap(), seed));
+        }
+    });
+}
+
+#[test]
+fn t12_zero_bytes_before_the_end_is_an_error_with_offset_wanted_and_got() {
+    with_file(|faults, file| {
+        faults.on_read(1, Fault::Short(0));
+        let error = read(file).unwrap_err();
+        let StoreError::Short { op: "read", offset, wanted, got: 0, .. } = error else { panic!("{error}") };
+        assert_eq!((offset, wanted), (1 << 20, 1 << 20));
+        // The next transfer is not disturbed by what was in flight.
+        write(file, 3).unwrap();
+        assert!(is(&read(file).unwrap(), 3));
+    });
+}
+
+#[test]
+fn t12_a_device_without_progress_is_given_up() {
+    with_file(|faults, file| {
+        faults.rates(0, 0, 1000);
+        let error = write(file, 1).unwrap_err();
+        assert!(matches!(error, StoreError::Io { op: "write", .. }), "{error}");
+    });
+}
+
+#[test]
+fn t3_a_disk_that_fills_up_fails_the_write() {
+    with_file(|faults, file| {
+        faults.space((2 << 20) + 4096);
+        let error = write(file, 1).unwrap_err();
+        let StoreError::Io { source, .. } = &error else { panic!("{error}") };
+        assert_eq!(source.kind(), std::io::ErrorKind::StorageFull);
+    });
+}
+
+#[test]
+fn a_device_error_names_the_request() {
+    with_file(|faults, file| {
+        faults.on_write(2, Fault::Io);
+        let error = write(file, 1).unwrap_err();
+        assert!(matches!(error, StoreError::Io { op: "write", offset: 2_097_152, .. }), "{error}");
+    });
+}
+
+#[test]
+fn a_flipped_bit_is_one_bit() {
+    with_file(|faults, file| {
+        write(file, 1).unwrap();
+        faults.on_read(1, Fault::FlipBit);
+        let flipped = read(file).unwrap();
+        let bits: u32 =
+            flipped.as_slice().iter().zip(filled(LEN, 1).as_slice()).map(|(a, b)| (a ^ b).count_ones()).sum();
+        assert_eq!(bits, 1);
+    });
+}
+
+#[test]
+fn t15_a_failed_flush_is_not_tried_again_and_its_bytes_are_gone() {
+    for seed in 0..4 {
+        let (folder, faults) = (folder(), Faults::new(seed));
+        let dir = DurableDir::open_with_faults(folder.path(), &IoOptions::default(), &faults).unwrap();
+        let file = dir.create_file("a", Bytes(LEN)).unwrap();
+        dir.sync().unwrap();
+        write(&file, 1).unwrap();
+        file.sync_data().unwrap();
+        write(&file, 2).unwrap();
+        faults.on_sync(0);
+        assert!(matches!(file.sync_data(), Err(StoreError::File { .. })));
+        assert!(matches!(file.sync_data(), Err(StoreError::SyncFailed { .. })));
+        // Even a handle that knows nothing of it cannot bring them back.
+        let again = dir.open_file("a").unwrap();
+        again.sync_data().unwrap();
+        drop((file, again, dir));
+        faults.restart().unwrap();
+        let dir = DurableDir::open(folder.path(), &IoOptions::default()).unwrap();
+        assert!(is(&read(&dir.open_file("a").unwrap()).unwrap(), 1));
+    }
+}
+
+/// Writes generation 2 to a new file, flushes it and puts it in the place of generation 1.
+fn replace(dir: &DurableDir) -> Result<(), StoreError> {
+    let new = dir.create_file("new", Bytes(LEN))?;
+    write(&new, 2)?;
+    new.sync_data()?;
+    dir.rename("new", "current")?;
+    dir.sync()
+}
+
+/// State after a power cut at operation `k` of `job`: the folder's names, and which generation `current` holds.
+fn after_cut(
+    k: u64,
+    job: impl Fn(&DurableDir) -> Result<(), StoreError>,
+) -> (bool, Vec<String>, Option<usize>) {
+    let folder = folder();
+    let path: PathBuf = folder.path().to_owned();
+    let dir = DurableDir::open(&path, &IoOptions::default()).unwrap();
+    write(&dir.create_file("current", Bytes(LEN)).unwrap(), 1).unwrap();
+    drop(dir);
+    let faults = Faults::new(k);
+    faults.cut_at(k);
+    let dir = DurableDir::open_with_faults(&path, &IoOptions::default(), &faults).unwrap();
+    let finished = job(&dir).is_ok();
+    drop(dir);
+    assert_eq!(finished, !faults.power_is_off());
+    faults.restart().unwrap();
+    let dir = DurableDir::open(&path, &IoOptions::default()).unwrap();
+    let current = read(&dir.open_file("current").unwrap()).unwrap();
+    (finished, dir.list().unwrap(), [1, 2].into_iter().find(|&seed| is(&current, seed)))
+}
+
+#[test]
+fn a_power_cut_at_every_operation_leaves_the_old_file_or_the_new_one() {
+    let mut seen = Vec::new();
+    for k in 0.. {
+        let (finished, names, current) = after_cut(k, replace);
+        assert!(current.is_some(), "cut at {k}: a mix");
+        assert!(names.iter().all(|n| n == "current" || n == "new"), "{names:?}");
+        seen.push(current);
+        if finished {
+            assert_eq!((current, names), (Some(2), vec!["current".to_owned()]));
+            // Create, three requests of 1 MiB, flush, rename, flush of the folder.
+            assert_eq!(k, 7);
+            break;
+        }
+    }
+    assert!(seen.contains(&Some(1)));
+}
+
+#[test]
+fn a_power_cut_shows_a_missing_flush() {
+    let careless = |dir: &DurableDir| {
+        let new = dir.create_file("new", Bytes(LEN))?;
+        write(&new, 2)?;
+        dir.rename("new", "current")?;
+        dir.sync()
+    };
+    // Six operations: with the seventh the job has finished, and still its bytes are at the mercy of the cut.
+    let mixes = (0..10).map(|seed| {
+        let (finished, _, current) = after_cut(1000 + seed, careless);
+        assert!(finished);
+        current
+    });
+    assert!(mixes.into_iter().any(|current| current.is_none()));
+}
+
+#[test]
+fn operations_are_listed_in_order() {
+    let (folder, faults) = (folder(), Faults::new(0));
+    let dir = DurableDir::open_with_faults(folder.path(), &IoOptions::default(), &faults).unwrap();
+    write(&dir.create_file("current", Bytes(LEN)).unwrap(), 1).unwrap();
+    replace(&dir).unwrap();
+    let operations = faults.operations();
+    assert_eq!(operations.len(), 4 + 7);
+    assert_eq!(operations[0], Operation::Create { name: "current".into() });
+    assert_eq!(operations[8], Operation::SyncData { name: "new".into() });
+    assert_eq!(operations[9], Operation::Rename { from: "new".into(), to: "current".into() });
+    assert_eq!(operations[10], Operation::SyncDir);
+}
