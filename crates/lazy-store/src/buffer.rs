@@ -33,6 +33,12 @@ impl AlignedBuf {
         AlignedBuf { map: None, len: 0 }
     }
 
+    /// Shortens the buffer to its first `len` bytes, or lengthens it again, up to what it was made with: the last transfer
+    /// of a file is shorter than the others. Bytes keep their values.
+    pub fn set_len(&mut self, len: usize) {
+        self.len = len.min(self.map.as_ref().map_or(0, |map| map.len()));
+    }
+
     /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
@@ -45,12 +51,12 @@ impl AlignedBuf {
 
     /// The bytes.
     pub fn as_slice(&self) -> &[u8] {
-        self.map.as_deref().unwrap_or_default()
+        &self.map.as_deref().unwrap_or_default()[..self.len]
     }
 
     /// The bytes, to be written.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        self.map.as_deref_mut().unwrap_or_default()
+        &mut self.map.as_deref_mut().unwrap_or_default()[..self.len]
     }
 
     /// The bytes as `f32`, without a last part of less than four bytes.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use lazy_model::Bytes;
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -38,8 +39,11 @@ pub struct DurableFile {
 /// A transfer in flight, which owns its buffer. Dropping it waits for its end.
 #[must_use = "a transfer's result is known only after `wait`"]
 pub struct Pending {
-    receiver: Option<Receiver<(AlignedBuf, Result<(), StoreError>)>>,
+    receiver: Option<Receiver<Finished>>,
 }
+
+/// What a worker reports: the buffer, the result, and when it began and ended.
+type Finished = (AlignedBuf, Result<(), StoreError>, Instant, Instant);
 
 struct Dir {
     path: PathBuf,
@@ -61,7 +65,7 @@ struct Job {
     file: Arc<Opened>,
     offset: u64,
     buffer: AlignedBuf,
-    done: SyncSender<(AlignedBuf, Result<(), StoreError>)>,
+    done: SyncSender<Finished>,
 }
 
 /// A thread with a request queue of its own, for one direction.
@@ -81,9 +85,10 @@ impl Worker {
                     Op::Read => Buffer::Read(buffer.as_mut_slice()),
                     Op::Write => Buffer::Write(buffer.as_slice()),
                 };
+                let started = Instant::now();
                 let result = transfer(queue.as_mut(), &file.file, offset, bytes);
                 // Nobody waits for an operation whose handle was leaked.
-                let _ = done.send((buffer, result));
+                let _ = done.send((buffer, result, started, Instant::now()));
             }
         };
         let thread = std::thread::Builder::new()
@@ -377,7 +382,8 @@ impl Pending {
     fn failed(buffer: AlignedBuf, error: StoreError) -> Self {
         let (done, receiver) = sync_channel(1);
         // There is room for one, and the receiver is here.
-        let _ = done.send((buffer, Err(error)));
+        let now = Instant::now();
+        let _ = done.send((buffer, Err(error), now, now));
         Pending { receiver: Some(receiver) }
     }
 
@@ -386,10 +392,19 @@ impl Pending {
     /// # Errors
     ///
     /// [`StoreError::BadRange`], [`StoreError::Io`] or [`StoreError::Short`].
-    pub fn wait(mut self) -> (AlignedBuf, Result<(), StoreError>) {
+    pub fn wait(self) -> (AlignedBuf, Result<(), StoreError>) {
+        let (buffer, result, ..) = self.wait_timed();
+        (buffer, result)
+    }
+
+    /// As [`Pending::wait`], and says when the transfer began, after those queued before it, and when it ended.
+    pub fn wait_timed(mut self) -> (AlignedBuf, Result<(), StoreError>, Instant, Instant) {
         match self.receiver.take().map(|receiver| receiver.recv()) {
             Some(Ok(done)) => done,
-            _ => (AlignedBuf::none(), Err(worker_gone("worker"))),
+            _ => {
+                let now = Instant::now();
+                (AlignedBuf::none(), Err(worker_gone("worker")), now, now)
+            }
         }
     }
 }
