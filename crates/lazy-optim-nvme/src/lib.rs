@@ -1,12 +1,76 @@
-//! Adam and AdamW whose fp32 state lives on NVMe.
+//! Adam and AdamW whose float32 main weights and moments live on NVMe.
+//!
+//! The twelve bytes a parameter of optimizer state are cut into buckets, kept in files, and streamed through a small
+//! ring of buffers: while one chunk is updated, the next is read and the one before is written. Memory is
+//! [`NvmeAdam::ring_bytes`], whatever the model. The arithmetic is that of `torch.optim.AdamW` and `torch.optim.Adam`.
+//!
+//! **Old or new, never a mix.** Each bucket has two slot files. A step reads one and writes the other, flushes them,
+//! and then commits with a single checksummed record. Whatever cuts a step short, [`NvmeAdam::open`] finds the state
+//! before it or the state after it, with the step counts and the caller's blob of that same instant, and refuses
+//! damaged, swapped or stale files by name. The price is twice the space of the state.
+//!
+//! **The same bits, however it is cut.** Neither bucket, chunk, ring depth nor thread count changes a result.
+//!
+//! ```
+//! use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let scratch = tempfile::tempdir()?;
+//! # let dir = scratch.path().join("optimizer");
+//! // Fit y = w x to y = 3 x, with w on disk.
+//! let params = [ParamSpec::new("w", &[1])];
+//! let options = AdamOptions::default();
+//! let groups = [GroupOptions { lr: 0.1, weight_decay: 0.0, ..GroupOptions::default() }];
+//! let mut w = [0.0f32];
+//! let mut adam = NvmeAdam::create(&dir, &params, &options, |_param, _first, values| values.fill(0.0))?;
+//! for step in 1u64..=200 {
+//!     let grad = [2.0 * (w[0] - 3.0)];
+//!     let blob = step.to_le_bytes();
+//!     let input = StepInput { groups: &groups, max_norm: Some(1.0), blob: &blob, ..StepInput::default() };
+//!     adam.step(&[Some(&grad)], &input, &mut |_param, first, values| {
+//!         w[first..first + values.len()].copy_from_slice(values);
+//!     })?;
+//! }
+//! drop(adam);
+//!
+//! // Another process goes on from the last committed step.
+//! let mut adam = NvmeAdam::open(&dir, &params, &options)?;
+//! assert_eq!(adam.blob(), 200u64.to_le_bytes());
+//! let mut resumed = [0.0f32];
+//! adam.read_weights(&mut |_param, first, values| {
+//!     resumed[first..first + values.len()].copy_from_slice(values);
+//! })?;
+//! assert_eq!(resumed, w);
+//! assert!((w[0] - 3.0).abs() < 0.1);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Memory besides the ring: twelve bytes of checksums for every 16,384 elements, and the caller's gradients. Each bucket
+//! keeps two files open. The formats are in `docs/formats.md`.
 
+mod adam;
+mod create;
 mod error;
-pub mod io;
+mod files;
+mod layout;
+mod norm;
+mod open;
 mod options;
+mod record;
+mod ring;
+mod slot;
 mod state;
+mod step;
+mod wire;
+
+#[cfg(target_endian = "big")]
+compile_error!("slot files are little-endian images of memory; a big-endian build would need to swap bytes");
 
 pub use error::OptimError;
-pub use options::{AdamOptions, GroupOptions, ParamSpec, StepInput, StepOutcome, StepSeconds};
+pub use lazy_store::durable::IoOptions;
+pub use lazy_store::{Bytes, NvmeMode, Seconds, Span};
+pub use options::{AdamOptions, GroupOptions, ParamSpec, StatePart, StepInput, StepOutcome, StepSeconds};
 pub use state::NvmeAdam;
 
 /// Largest blob a step may commit, in bytes.

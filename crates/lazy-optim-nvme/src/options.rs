@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use lazy_model::{Bytes, Seconds, Span};
 
-use crate::io::IoOptions;
+use lazy_store::durable::IoOptions;
 
 /// One parameter, in the caller's order. The order, names, shapes and groups are the layout of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -140,4 +140,19 @@ pub struct StepOutcome {
     pub spans: Vec<Span>,
     /// Something the caller should show: for example a norm so large that clipping pushes gradients under `eps`.
     pub warning: Option<String>,
+}
+
+/// A run of elements of one parameter's state.
+#[derive(Clone, Copy, Debug)]
+pub struct StatePart<'a> {
+    /// Index of the parameter.
+    pub param: usize,
+    /// First element, counted in the parameter.
+    pub first: usize,
+    /// Main weights.
+    pub main: &'a [f32],
+    /// First moments, as many.
+    pub exp_avg: &'a [f32],
+    /// Second moments, as many.
+    pub exp_avg_sq: &'a [f32],
 }

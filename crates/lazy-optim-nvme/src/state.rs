@@ -1,81 +1,244 @@
-//! The optimizer.
+//! The optimizer: what it holds, reading it, committing it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use lazy_model::Bytes;
+use lazy_store::NvmeMode;
+use lazy_store::durable::{DurableDir, DurableFile};
 
-use crate::io::NvmeMode;
-use crate::{AdamOptions, OptimError, ParamSpec, StepInput, StepOutcome};
+use crate::files::{RECORD_FILE, write_bytes, write_head};
+use crate::layout::{Layout, StoreId, layout_file_bytes};
+use crate::record::{self, Record};
+use crate::ring::{self, Chunk, Log, Pass, Ring};
+use crate::slot::{self, BLOCK, BlockSums, Identity, SECTIONS, SlotHead, SlotShape};
+use crate::{AdamOptions, OptimError, ParamSpec, StatePart};
 
-/// Adam with its state in slot files.
-#[derive(Debug)]
+/// Adam and AdamW with main weights and moments in slot files. See the [crate] page.
 pub struct NvmeAdam {
-    mode: NvmeMode,
+    pub(crate) folder: PathBuf,
+    pub(crate) dir: DurableDir,
+    pub(crate) id: StoreId,
+    pub(crate) layout: Layout,
+    pub(crate) ring: Ring,
+    pub(crate) buckets: Vec<Bucket>,
+    pub(crate) record_file: DurableFile,
+    /// The page that holds `record`.
+    pub(crate) page: u64,
+    pub(crate) record: Record,
+    /// Whether this process itself has seen the record flushed. See [`NvmeAdam::confirm`].
+    pub(crate) confirmed: bool,
+    pub(crate) latch: Option<Latch>,
+}
+
+/// An earlier failure that stands in the way of the next step.
+pub(crate) struct Latch {
+    pub(crate) reason: String,
+    /// A flush or the record's write failed: only the disk knows which state is the last.
+    pub(crate) reopen: bool,
+}
+
+/// The two slot files of a bucket and what is known of the committed one.
+pub(crate) struct Bucket {
+    pub(crate) files: [DurableFile; 2],
+    pub(crate) live: usize,
+    pub(crate) generation: u64,
+    /// Checksums of the committed slot's blocks.
+    pub(crate) table: Vec<BlockSums>,
+}
+
+impl std::fmt::Debug for NvmeAdam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NvmeAdam")
+            .field("folder", &self.folder)
+            .field("sequence", &self.record.sequence)
+            .field("buckets", &self.buckets.len())
+            .finish_non_exhaustive()
+    }
 }
 
 impl NvmeAdam {
-    /// Makes a store in `dir` and seals the initial state to disk, chunk by chunk.
-    pub fn create(
-        _dir: &Path,
-        _params: &[ParamSpec],
-        _options: &AdamOptions,
-        _init: impl FnMut(usize, usize, &mut [f32]),
-    ) -> Result<Self, OptimError> {
-        Err(OptimError::Unwritten)
+    /// Streams the committed main weights: `weights(param, first, values)` in parameter order, each element once.
+    ///
+    /// Rebuilds compute weights after opening, and after a failed step, whose updates may have reached some of them:
+    /// success re-enables stepping, unless the failure was in flushing or committing; then only opening again tells
+    /// which state is the last.
+    pub fn read_weights(&mut self, weights: &mut dyn FnMut(usize, usize, &[f32])) -> Result<(), OptimError> {
+        self.read::<1>(&mut |part| weights(part.param, part.first, part.main))
     }
 
-    /// Opens the last committed state.
-    pub fn open(_dir: &Path, _params: &[ParamSpec], _options: &AdamOptions) -> Result<Self, OptimError> {
-        Err(OptimError::Unwritten)
+    /// Streams the whole committed state: in parameter order, as
+    /// [`read_weights`](NvmeAdam::read_weights) does, for export or to check every byte.
+    pub fn read_state(&mut self, state: &mut dyn FnMut(StatePart<'_>)) -> Result<(), OptimError> {
+        self.read::<3>(state)
     }
 
-    /// One optimizer step. `None` in `grads` means no gradient this step.
-    pub fn step(
-        &mut self,
-        _grads: &[Option<&[f32]>],
-        _input: &StepInput<'_>,
-        _weights: &mut dyn FnMut(usize, usize, &[f32]),
-    ) -> Result<StepOutcome, OptimError> {
-        Err(OptimError::Unwritten)
+    fn read<const READS: usize>(&mut self, state: &mut dyn FnMut(StatePart<'_>)) -> Result<(), OptimError> {
+        self.check_latch(|latch| latch.reopen)?;
+        let all: Vec<usize> = (0..self.buckets.len()).collect();
+        let chunks = self.ring.chunks(&self.layout, &all);
+        let (folder, layout, buckets, id) = (&self.folder, &self.layout, &self.buckets, self.id);
+        let mut pass = ReadState::<READS> { folder, layout, buckets, id, state };
+        self.ring.run(&self.layout, chunks, &mut pass, &mut Log::new(Instant::now()))?;
+        self.latch = None;
+        Ok(())
     }
 
-    /// Streams the committed main weights.
-    pub fn read_weights(&mut self, _weights: &mut dyn FnMut(usize, usize, &[f32])) -> Result<(), OptimError> {
-        Err(OptimError::Unwritten)
-    }
-
-    /// The blob of the last committed step.
+    /// The blob of the last committed step; empty before the first.
     pub fn blob(&self) -> &[u8] {
-        &[]
+        &self.record.blob
     }
 
-    /// Steps taken, by parameter.
+    /// Steps taken, by parameter. A parameter without a gradient in a step does not count it.
     pub fn step_counts(&self) -> &[u64] {
-        &[]
+        &self.record.step_counts
     }
 
-    /// Committed steps since creation.
+    /// Steps committed since creation.
     pub fn sequence(&self) -> u64 {
-        0
+        self.record.sequence
     }
 
     /// Number of buckets.
     pub fn bucket_count(&self) -> usize {
-        0
+        self.buckets.len()
     }
 
-    /// How the files are read and written, as obtained.
+    /// How the files are read and written: asked for and obtained.
     pub fn mode(&self) -> &NvmeMode {
-        &self.mode
+        self.dir.mode()
     }
 
-    /// Size of all files of a store.
-    pub fn bytes_on_disk(_params: &[ParamSpec], _options: &AdamOptions) -> Bytes {
-        Bytes::ZERO
+    /// Size of all files of a store: two slots of 12 bytes an element, padding, checksums and the records.
+    pub fn bytes_on_disk(params: &[ParamSpec], options: &AdamOptions) -> Result<Bytes, OptimError> {
+        let layout = Layout::new(params, options.bucket_elements)?;
+        let slots: Bytes = layout.buckets().map(|b| SlotShape { elements: b.len() }.file_bytes() * 2).sum();
+        let file = layout_file_bytes(layout.encode(&[0; 16]).0.len());
+        Ok(slots + file + record::page_bytes(&layout) * 2)
     }
 
-    /// Memory of the chunk ring.
-    pub fn ring_bytes(_options: &AdamOptions) -> Bytes {
-        Bytes::ZERO
+    /// Memory of the chunk ring: depth x three sections of a chunk, whatever the size of the model.
+    pub fn ring_bytes(options: &AdamOptions) -> Bytes {
+        ring::ring_bytes(options)
+    }
+
+    /// Refuses to go on after an earlier failure that `blocks`.
+    pub(crate) fn check_latch(&self, blocks: impl Fn(&Latch) -> bool) -> Result<(), OptimError> {
+        match &self.latch {
+            Some(latch) if blocks(latch) => Err(OptimError::Latched {
+                reason: latch.reason.clone(),
+                remedy: if latch.reopen {
+                    "open the store again: the disk knows which state is the last"
+                } else {
+                    "rebuild the weights with read_weights, or open the store again"
+                },
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes sure the record that was opened is on the disk and not only in the page cache, before the first write to
+    /// a slot that an older record needs. After a failed flush the kernel may show pages that the disk never got.
+    pub(crate) fn confirm(&mut self) -> Result<Bytes, OptimError> {
+        if self.confirmed {
+            return Ok(Bytes::ZERO);
+        }
+        let written = self.write_record(&self.record, self.page)?;
+        self.confirmed = true;
+        Ok(written)
+    }
+
+    /// Seals and flushes the slots of a step, named by bucket with their new checksums. Returns the heads' checksums.
+    pub(crate) fn seal_slots(
+        &self,
+        fresh: &[(usize, Vec<BlockSums>)],
+        generation: u64,
+    ) -> Result<Vec<u32>, OptimError> {
+        let mut crcs = Vec::with_capacity(fresh.len());
+        for (index, table) in fresh {
+            let bucket = &self.buckets[*index];
+            let slot = 1 - bucket.live;
+            let identity = Identity { id: self.id, bucket: *index, generation };
+            let elements = self.layout.bucket(*index).len();
+            let head = SlotHead { identity, slot, elements, table: table.clone() };
+            crcs.push(write_head(&self.folder, &bucket.files[slot], &head)?);
+        }
+        Ok(crcs)
+    }
+
+    /// Writes and flushes `record` as the new state, in the older page.
+    pub(crate) fn commit(&mut self, record: Record) -> Result<Bytes, OptimError> {
+        let page = 1 - self.page;
+        let written = self.write_record(&record, page)?;
+        (self.page, self.record, self.confirmed) = (page, record, true);
+        Ok(written)
+    }
+
+    fn write_record(&self, record: &Record, page: u64) -> Result<Bytes, OptimError> {
+        let offset = page * record::page_bytes(&self.layout).0;
+        write_bytes(&self.folder, RECORD_FILE, &self.record_file, offset, &record.encode())
+    }
+}
+
+/// Reads the first `READS` sections of the committed state.
+struct ReadState<'a, const READS: usize> {
+    folder: &'a Path,
+    layout: &'a Layout,
+    buckets: &'a [Bucket],
+    id: StoreId,
+    state: &'a mut dyn FnMut(StatePart<'_>),
+}
+
+impl<const N: usize> Pass for ReadState<'_, N> {
+    const READS: usize = N;
+    const WRITES: usize = 0;
+    const NAME: &'static str = "hand out";
+
+    fn source(&self, bucket: usize) -> &DurableFile {
+        let bucket = &self.buckets[bucket];
+        &bucket.files[bucket.live]
+    }
+
+    fn target(&self, bucket: usize) -> &DurableFile {
+        self.source(bucket)
+    }
+
+    fn work(&mut self, chunk: Chunk, sections: [&mut [f32]; 3]) -> Result<(), OptimError> {
+        let bucket = &self.buckets[chunk.bucket];
+        let identity = Identity { id: self.id, bucket: chunk.bucket, generation: bucket.generation };
+        for (section, data) in sections.iter().enumerate().take(N) {
+            for (i, data) in data.chunks(BLOCK).enumerate() {
+                let block = chunk.first / BLOCK + i;
+                if identity.sum(block, section, bytemuck::cast_slice(data)) != bucket.table[block][section] {
+                    return Err(bad_block(self.folder, self.layout, bucket, chunk.bucket, block, section));
+                }
+            }
+        }
+        let start = self.layout.bucket(chunk.bucket).start + chunk.first;
+        for segment in self.layout.segments(start..start + chunk.len) {
+            let part = |s: usize| if s < N { &sections[s][segment.local.clone()] } else { &[] };
+            let [main, exp_avg, exp_avg_sq] = [part(0), part(1), part(2)];
+            (self.state)(StatePart { param: segment.param, first: segment.first, main, exp_avg, exp_avg_sq });
+        }
+        Ok(())
+    }
+}
+
+/// The error for a block of a committed slot that does not match its checksum.
+pub(crate) fn bad_block(
+    folder: &Path,
+    layout: &Layout,
+    bucket: &Bucket,
+    index: usize,
+    block: usize,
+    section: usize,
+) -> OptimError {
+    let first = block * BLOCK;
+    OptimError::Checksum {
+        path: folder.join(slot::file_name(index, bucket.live)),
+        bucket: index,
+        section: SECTIONS[section],
+        first,
+        end: (first + BLOCK).min(layout.bucket(index).len()),
     }
 }

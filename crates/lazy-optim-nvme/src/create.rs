@@ -1,0 +1,185 @@
+//! Making a store.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::path::Path;
+use std::time::Instant;
+
+use lazy_model::Bytes;
+use lazy_store::durable::{DurableDir, DurableFile};
+
+use crate::error::Doing;
+use crate::files::{LAYOUT_FILE, RECORD_FILE, exists, open_dir, write_bytes, write_head};
+use crate::layout::{Layout, StoreId, layout_file_bytes};
+use crate::record::{self, Committed, Record};
+use crate::ring::{Chunk, Log, Pass, Ring};
+use crate::slot::{self, BLOCK, BlockSums, Identity, SECTIONS, SlotHead, SlotShape};
+use crate::state::Bucket;
+use crate::{AdamOptions, NvmeAdam, OptimError, ParamSpec};
+
+impl NvmeAdam {
+    /// Makes a store in `dir` and seals the initial state to disk, chunk by chunk: `init(param, first, values)` fills
+    /// the elements of a parameter from `first` on, each element once, in order. Moments start at zero.
+    ///
+    /// Refuses a folder that already holds a store, and a disk without room for all files. On any error the files
+    /// made so far are removed.
+    pub fn create(
+        dir: &Path,
+        params: &[ParamSpec],
+        options: &AdamOptions,
+        mut init: impl FnMut(usize, usize, &mut [f32]),
+    ) -> Result<Self, OptimError> {
+        let layout = Layout::new(params, options.bucket_elements)?;
+        let ring = Ring::new(options)?;
+        let folder = dir.to_path_buf();
+        let dir = open_dir(dir, options)?;
+        for name in [LAYOUT_FILE, RECORD_FILE] {
+            if exists(&dir, &folder, name)? {
+                return Err(OptimError::AlreadyExists { dir: folder });
+            }
+        }
+        let needed = NvmeAdam::bytes_on_disk(params, options)?;
+        let free = dir.free_space().doing(|| format!("asking for free space in {}", folder.display()))?;
+        if needed > free {
+            return Err(OptimError::NoSpace { dir: folder, needed, free });
+        }
+        let mut made = Vec::new();
+        let result = seal(&folder, dir, layout, ring, &mut init, &mut made);
+        if let Err((dir, error)) = result {
+            for name in made {
+                // The first error is the one to report; a file left behind is refused by name next time.
+                let _ = dir.remove(&name);
+            }
+            return Err(error);
+        }
+        result.map_err(|(_, error)| error)
+    }
+}
+
+/// Makes all files of a new store. The names of the files made go to `made`, also on failure.
+fn seal(
+    folder: &Path,
+    dir: DurableDir,
+    layout: Layout,
+    mut ring: Ring,
+    init: &mut dyn FnMut(usize, usize, &mut [f32]),
+    made: &mut Vec<String>,
+) -> Result<NvmeAdam, (DurableDir, OptimError)> {
+    let id = new_id();
+    match seal_files(folder, &dir, &layout, &mut ring, init, made, id) {
+        Err(error) => Err((dir, error)),
+        Ok((buckets, record_file, record)) => {
+            let folder = folder.to_path_buf();
+            let (page, confirmed, latch) = (0, true, None);
+            Ok(NvmeAdam {
+                folder,
+                dir,
+                id,
+                layout,
+                ring,
+                buckets,
+                record_file,
+                page,
+                record,
+                confirmed,
+                latch,
+            })
+        }
+    }
+}
+
+/// Layout, slots, folder, and last the record: only with it is there a store.
+fn seal_files(
+    folder: &Path,
+    dir: &DurableDir,
+    layout: &Layout,
+    ring: &mut Ring,
+    init: &mut dyn FnMut(usize, usize, &mut [f32]),
+    made: &mut Vec<String>,
+    id: StoreId,
+) -> Result<(Vec<Bucket>, DurableFile, Record), OptimError> {
+    let mut make = |name: &str, bytes: Bytes| {
+        let file =
+            dir.create_file(name, bytes).doing(|| format!("making {}", folder.join(name).display()))?;
+        made.push(name.to_string());
+        Ok::<_, OptimError>(file)
+    };
+    let (layout_bytes, layout_crc) = layout.encode(&id);
+    let layout_file = make(LAYOUT_FILE, layout_file_bytes(layout_bytes.len()))?;
+    write_bytes(folder, LAYOUT_FILE, &layout_file, 0, &layout_bytes)?;
+    let record_file = make(RECORD_FILE, record::page_bytes(layout) * 2)?;
+    let mut buckets = Vec::with_capacity(layout.bucket_count());
+    for (index, elements) in layout.buckets().map(|b| b.len()).enumerate() {
+        let bytes = SlotShape { elements }.file_bytes();
+        let files = [make(&slot::file_name(index, 0), bytes)?, make(&slot::file_name(index, 1), bytes)?];
+        buckets.push(Bucket { files, live: 0, generation: 0, table: Vec::new() });
+    }
+    let all: Vec<usize> = (0..buckets.len()).collect();
+    let tables = vec![Vec::new(); buckets.len()];
+    let mut pass = SealMains { layout, buckets: &buckets, id, init, tables };
+    ring.run(layout, ring.chunks(layout, &all), &mut pass, &mut Log::new(Instant::now()))?;
+    let tables = pass.tables;
+    let mut committed = Vec::with_capacity(buckets.len());
+    for ((index, bucket), table) in buckets.iter_mut().enumerate().zip(tables) {
+        let identity = Identity { id, bucket: index, generation: 0 };
+        let head = SlotHead { identity, slot: 0, elements: layout.bucket(index).len(), table };
+        let head_crc = write_head(folder, &bucket.files[0], &head)?;
+        committed.push(Committed { slot: 0, generation: 0, head_crc });
+        bucket.table = head.table;
+    }
+    dir.sync().doing(|| format!("flushing the folder {}", folder.display()))?;
+    let step_counts = vec![0; layout.params().len()];
+    let record =
+        Record { id, layout_crc, sequence: 0, buckets: committed, step_counts, groups: vec![], blob: vec![] };
+    write_bytes(folder, RECORD_FILE, &record_file, 0, &record.encode())?;
+    Ok((buckets, record_file, record))
+}
+
+/// Writes the initial state.
+struct SealMains<'a> {
+    layout: &'a Layout,
+    buckets: &'a [Bucket],
+    id: StoreId,
+    init: &'a mut dyn FnMut(usize, usize, &mut [f32]),
+    tables: Vec<Vec<BlockSums>>,
+}
+
+impl Pass for SealMains<'_> {
+    const READS: usize = 0;
+    const WRITES: usize = SECTIONS.len();
+    const NAME: &'static str = "initialise";
+
+    fn source(&self, bucket: usize) -> &DurableFile {
+        &self.buckets[bucket].files[0]
+    }
+
+    fn target(&self, bucket: usize) -> &DurableFile {
+        &self.buckets[bucket].files[0]
+    }
+
+    fn work(&mut self, chunk: Chunk, sections: [&mut [f32]; 3]) -> Result<(), OptimError> {
+        let [main, avg, sq] = sections;
+        let start = self.layout.bucket(chunk.bucket).start + chunk.first;
+        main.fill(0.0);
+        for segment in self.layout.segments(start..start + chunk.len) {
+            (self.init)(segment.param, segment.first, &mut main[segment.local]);
+        }
+        avg.fill(0.0);
+        sq.fill(0.0);
+        let identity = Identity { id: self.id, bucket: chunk.bucket, generation: 0 };
+        let blocks = main.chunks(BLOCK).zip(avg.chunks(BLOCK)).zip(sq.chunks(BLOCK)).enumerate();
+        self.tables[chunk.bucket].extend(
+            blocks.map(|(i, ((main, avg), sq))| identity.sums(chunk.first / BLOCK + i, [main, avg, sq])),
+        );
+        Ok(())
+    }
+}
+
+/// A fresh store id. The standard library's hasher keys are random and differ for every hasher made.
+fn new_id() -> StoreId {
+    let mut id = [0; 16];
+    for half in id.chunks_mut(8) {
+        half.copy_from_slice(&RandomState::new().build_hasher().finish().to_le_bytes());
+    }
+    id
+}

@@ -1,0 +1,298 @@
+//! The pipeline: a bounded ring of aligned buffers through which chunks are read, worked on and written.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use lazy_model::{Bytes, Lane, Seconds, Span};
+
+use crate::error::Doing;
+use crate::layout::{Layout, PAGE};
+use crate::slot::{BLOCK, SECTIONS, SlotShape};
+use crate::{AdamOptions, OptimError};
+use lazy_store::StoreError;
+use lazy_store::durable::{AlignedBuf, DurableFile, Pending};
+
+/// Longest single read or write, well under the 0x7fff_f000 bytes that Linux moves at most in one call.
+const MAX_TRANSFER: u64 = 1 << 30;
+const _: () = assert!(MAX_TRANSFER < 0x7fff_f000);
+
+/// A run of elements of one bucket that moves as one; it starts on a checksum block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Chunk {
+    pub(crate) bucket: usize,
+    /// First element, counted in the bucket.
+    pub(crate) first: usize,
+    /// Elements.
+    pub(crate) len: usize,
+}
+
+/// What a trip through the ring does to each chunk.
+pub(crate) trait Pass {
+    /// Sections read, from `main` on.
+    const READS: usize;
+    /// Sections written, from `main` on.
+    const WRITES: usize;
+    /// What the arithmetic is called in traces.
+    const NAME: &'static str;
+
+    /// The slot a bucket is read from.
+    fn source(&self, bucket: usize) -> &DurableFile;
+    /// The slot a bucket is written to.
+    fn target(&self, bucket: usize) -> &DurableFile;
+    /// Works on a chunk's three sections, each of `chunk.len` elements; sections not read hold anything.
+    fn work(&mut self, chunk: Chunk, sections: [&mut [f32]; 3]) -> Result<(), OptimError>;
+}
+
+/// The account of one or more trips.
+pub(crate) struct Log {
+    origin: Instant,
+    pub(crate) read: Bytes,
+    pub(crate) written: Bytes,
+    pub(crate) spans: Vec<Span>,
+}
+
+impl Log {
+    pub(crate) fn new(origin: Instant) -> Self {
+        Log { origin, read: Bytes::ZERO, written: Bytes::ZERO, spans: Vec::new() }
+    }
+
+    pub(crate) fn span(&mut self, name: String, start: Instant, end: Instant, bytes: Bytes) {
+        let since = |t: Instant| Seconds(t.saturating_duration_since(self.origin).as_secs_f64());
+        let (start, end) = (since(start), since(end));
+        self.spans.push(Span { name, lane: Lane::Optimizer, start, end, bytes, blocked_on: None });
+    }
+}
+
+type Buffers = Vec<AlignedBuf>;
+
+/// A chunk on its way in or out, buffers included.
+struct Flight {
+    chunk: Chunk,
+    moving: Vec<Pending>,
+    resting: Buffers,
+    bytes: Bytes,
+}
+
+impl Flight {
+    /// Waits for every transfer, whatever the first says: a buffer is its transfer's until then. Gives the buffers, and
+    /// when the first transfer began and the last ended, where there was any.
+    fn land(self) -> (Buffers, Result<Option<(Instant, Instant)>, StoreError>) {
+        let mut result = Ok(());
+        let mut times: Option<(Instant, Instant)> = None;
+        let mut buffers = Vec::with_capacity(SECTIONS.len());
+        for pending in self.moving {
+            let (buffer, outcome, start, end) = pending.wait_timed();
+            buffers.push(buffer);
+            result = result.and(outcome);
+            times = Some(times.map_or((start, end), |(s, e)| (s.min(start), e.max(end))));
+        }
+        buffers.extend(self.resting);
+        (buffers, result.map(|()| times))
+    }
+}
+
+/// The buffers, reused by every trip.
+pub(crate) struct Ring {
+    free: Vec<Buffers>,
+    chunk_elements: usize,
+    /// Chunks read ahead of the one being worked on.
+    ahead: usize,
+}
+
+impl Ring {
+    pub(crate) fn new(options: &AdamOptions) -> Result<Self, OptimError> {
+        if options.depth == 0 {
+            return Err(OptimError::Option { what: "depth is 0; give at least 1".into() });
+        }
+        if options.chunk_bytes.0 > MAX_TRANSFER {
+            let (asked, most) = (options.chunk_bytes, Bytes(MAX_TRANSFER));
+            return Err(OptimError::Option { what: format!("chunk_bytes is {asked}; give at most {most}") });
+        }
+        let chunk_elements = chunk_elements(options);
+        let set = || (0..SECTIONS.len()).map(|_| buffer(Bytes(chunk_elements as u64 * 4))).collect();
+        let free = (0..options.depth).map(|_| set()).collect::<Result<_, _>>()?;
+        // Half of what the chunk under work leaves goes to reads, the rest to writes.
+        Ok(Ring { free, chunk_elements, ahead: options.depth / 2 })
+    }
+
+    /// The chunks of the given buckets, in order.
+    pub(crate) fn chunks<'a>(
+        &self,
+        layout: &'a Layout,
+        buckets: &'a [usize],
+    ) -> impl Iterator<Item = Chunk> + use<'a> {
+        let step = self.chunk_elements;
+        buckets.iter().flat_map(move |&bucket| {
+            let elements = layout.bucket(bucket).len();
+            (0..elements.div_ceil(step)).map(move |index| {
+                let first = index * step;
+                Chunk { bucket, first, len: step.min(elements - first) }
+            })
+        })
+    }
+
+    /// Sends every chunk through `pass`. Whatever happens, no transfer is in flight on return.
+    pub(crate) fn run<P: Pass>(
+        &mut self,
+        layout: &Layout,
+        chunks: impl Iterator<Item = Chunk>,
+        pass: &mut P,
+        log: &mut Log,
+    ) -> Result<(), OptimError> {
+        let mut trip =
+            Trip { ring: self, layout, pass, log, reading: VecDeque::new(), writing: VecDeque::new() };
+        let result = trip.drive(chunks);
+        let Trip { reading, writing, .. } = trip;
+        for flight in reading.into_iter().chain(writing) {
+            self.give_back(flight.land().0);
+        }
+        result
+    }
+
+    /// Takes buffers back, unless their transfer lost one.
+    fn give_back(&mut self, mut buffers: Buffers) {
+        let length = self.chunk_elements * 4;
+        buffers.iter_mut().for_each(|buffer| buffer.set_len(length));
+        if buffers.iter().all(|buffer| buffer.len() == length) {
+            self.free.push(buffers);
+        }
+    }
+}
+
+/// One run of the ring.
+struct Trip<'a, P> {
+    ring: &'a mut Ring,
+    layout: &'a Layout,
+    pass: &'a mut P,
+    log: &'a mut Log,
+    reading: VecDeque<Flight>,
+    writing: VecDeque<Flight>,
+}
+
+impl<P: Pass> Trip<'_, P> {
+    fn drive(&mut self, mut chunks: impl Iterator<Item = Chunk>) -> Result<(), OptimError> {
+        loop {
+            while self.reading.len() <= self.ring.ahead {
+                let Some(chunk) = chunks.next() else { break };
+                let buffers = self.free_buffers()?;
+                self.start_read(chunk, buffers);
+            }
+            let Some(flight) = self.reading.pop_front() else { break };
+            let chunk = flight.chunk;
+            let buffers = self.land(flight, "read")?;
+            self.work(chunk, buffers)?;
+        }
+        while let Some(flight) = self.writing.pop_front() {
+            let buffers = self.land(flight, "write")?;
+            self.ring.give_back(buffers);
+        }
+        Ok(())
+    }
+
+    /// A free set of buffers, waiting for the oldest write where there is none. The ring holds one set more than are
+    /// read ahead, so when none is free a write is under way.
+    fn free_buffers(&mut self) -> Result<Buffers, OptimError> {
+        if let Some(buffers) = self.ring.free.pop() {
+            return Ok(buffers);
+        }
+        match self.writing.pop_front() {
+            Some(flight) => self.land(flight, "write"),
+            None => Err(OptimError::Option {
+                what: "the chunk ring lost its buffers; open the store again".into(),
+            }),
+        }
+    }
+
+    fn start_read(&mut self, chunk: Chunk, buffers: Buffers) {
+        let flight = self.launch(chunk, buffers, P::READS, |pass, offset, buffer| {
+            pass.source(chunk.bucket).read_at(offset, buffer)
+        });
+        self.reading.push_back(flight);
+    }
+
+    fn launch(
+        &self,
+        chunk: Chunk,
+        mut buffers: Buffers,
+        sections: usize,
+        start: impl Fn(&P, u64, AlignedBuf) -> Pending,
+    ) -> Flight {
+        let shape = SlotShape { elements: self.layout.bucket(chunk.bucket).len() };
+        let resting = buffers.split_off(sections);
+        let length = transfer_bytes(chunk.len);
+        let bytes = length * sections as u64;
+        let moving = buffers.into_iter().enumerate().map(|(section, mut buffer)| {
+            buffer.set_len(length.0 as usize);
+            start(self.pass, shape.offset(section, chunk.first), buffer)
+        });
+        Flight { chunk, moving: moving.collect(), resting, bytes }
+    }
+
+    fn land(&mut self, flight: Flight, what: &str) -> Result<Buffers, OptimError> {
+        let (chunk, bytes) = (flight.chunk, flight.bytes);
+        let (buffers, result) = flight.land();
+        let name = || format!("{what} bucket {} from element {}", chunk.bucket, chunk.first);
+        match result.doing(name) {
+            Ok(Some((start, end))) => {
+                self.log.span(name(), start, end, bytes);
+                *if what == "read" { &mut self.log.read } else { &mut self.log.written } += bytes;
+                Ok(buffers)
+            }
+            Ok(None) => Ok(buffers),
+            Err(error) => {
+                self.ring.give_back(buffers);
+                Err(error)
+            }
+        }
+    }
+
+    fn work(&mut self, chunk: Chunk, mut buffers: Buffers) -> Result<(), OptimError> {
+        let started = Instant::now();
+        for buffer in &mut buffers {
+            buffer.set_len(transfer_bytes(chunk.len).0 as usize);
+            buffer.as_mut_f32()[chunk.len..].fill(0.0);
+        }
+        let result = match buffers.as_mut_slice() {
+            [main, avg, sq] => {
+                let sections = [main, avg, sq].map(|buffer| &mut buffer.as_mut_f32()[..chunk.len]);
+                self.pass.work(chunk, sections)
+            }
+            _ => Ok(()),
+        };
+        if let Err(error) = result {
+            self.ring.give_back(buffers);
+            return Err(error);
+        }
+        let name = format!("{} bucket {} from element {}", P::NAME, chunk.bucket, chunk.first);
+        self.log.span(name, started, Instant::now(), Bytes::ZERO);
+        if P::WRITES == 0 {
+            self.ring.give_back(buffers);
+            return Ok(());
+        }
+        let flight = self.launch(chunk, buffers, P::WRITES, |pass, offset, buffer| {
+            pass.target(chunk.bucket).write_at(offset, buffer)
+        });
+        self.writing.push_back(flight);
+        Ok(())
+    }
+}
+
+/// Elements of a chunk: whole checksum blocks, no more than a bucket needs.
+fn chunk_elements(options: &AdamOptions) -> usize {
+    let asked = usize::try_from(options.chunk_bytes.0 / 4).unwrap_or(usize::MAX);
+    asked.min(options.bucket_elements).div_ceil(BLOCK).max(1) * BLOCK
+}
+
+/// Memory of the ring that these options ask for.
+pub(crate) fn ring_bytes(options: &AdamOptions) -> Bytes {
+    Bytes(chunk_elements(options) as u64 * 4 * (SECTIONS.len() * options.depth) as u64)
+}
+
+/// Bytes moved for `elements` of one section: the padding of the last page included, which is zero on disk.
+fn transfer_bytes(elements: usize) -> Bytes {
+    Bytes(elements as u64 * 4).align_up(PAGE)
+}
+
+pub(crate) fn buffer(bytes: Bytes) -> Result<AlignedBuf, OptimError> {
+    AlignedBuf::zeroed(bytes).doing(|| format!("allocating {bytes} for transfers"))
+}

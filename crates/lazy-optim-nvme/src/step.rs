@@ -1,0 +1,303 @@
+//! One step: check, norm, update through the ring, commit.
+
+use std::path::Path;
+use std::time::Instant;
+
+use lazy_model::{Bytes, Seconds};
+use rayon::prelude::*;
+
+use crate::adam::Rule;
+use crate::layout::{Layout, PAGE, StoreId};
+use crate::norm;
+use crate::record::{Committed, Record};
+use crate::ring::{Chunk, Log, Pass};
+use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotShape};
+use crate::state::{Bucket, Latch, bad_block};
+use crate::{GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
+use lazy_store::durable::DurableFile;
+
+impl NvmeAdam {
+    /// One optimizer step.
+    ///
+    /// `grads` holds one entry a parameter, in order, float32; `None` means no gradient this step: the parameter, its
+    /// moments and its counter stay as they are. `weights(param, first, values)` receives the updated main weights
+    /// as chunks are finished, in parameter order, for parameters with a gradient.
+    ///
+    /// The weights are handed out before the commit. If the step fails after that, the state on disk is the old one
+    /// and the caller's copies may be newer: rebuild them with [`read_weights`](NvmeAdam::read_weights), which also
+    /// clears the way for the next step; until then further steps are refused.
+    pub fn step(
+        &mut self,
+        grads: &[Option<&[f32]>],
+        input: &StepInput<'_>,
+        weights: &mut dyn FnMut(usize, usize, &[f32]),
+    ) -> Result<StepOutcome, OptimError> {
+        let started = Instant::now();
+        self.check_latch(|_| true)?;
+        self.check_input(grads, input)?;
+        let mut log = Log::new(input.origin.unwrap_or(started));
+        let grad_norm = norm::global_norm(grads, input.scale);
+        let clip_coefficient = norm::clip_coefficient(grad_norm, input.max_norm);
+        let mut outcome = StepOutcome { grad_norm, clip_coefficient, ..StepOutcome::default() };
+        let normed = Instant::now();
+        log.span("gradient norm".into(), started, normed, Bytes::ZERO);
+        outcome.seconds.norm = elapsed(started, normed);
+        if grad_norm.is_finite() {
+            outcome.warning = stalled(grads, input, grad_norm, clip_coefficient);
+            self.update_and_commit(grads, input, weights, &mut outcome, &mut log)?;
+        } else {
+            outcome.skipped = true;
+            outcome.warning = Some(format!("the gradient norm is {grad_norm}; the step was skipped"));
+        }
+        (outcome.bytes_read, outcome.bytes_written, outcome.spans) = (log.read, log.written, log.spans);
+        Ok(outcome)
+    }
+
+    fn update_and_commit(
+        &mut self,
+        grads: &[Option<&[f32]>],
+        input: &StepInput<'_>,
+        weights: &mut dyn FnMut(usize, usize, &[f32]),
+        outcome: &mut StepOutcome,
+        log: &mut Log,
+    ) -> Result<(), OptimError> {
+        let started = Instant::now();
+        // Set first and taken back at the end, so that a panic in `weights` latches too.
+        let interrupted = || "it was interrupted".to_string();
+        self.latch = Some(Latch { reason: interrupted(), reopen: true });
+        log.written += self.confirm().map_err(|error| self.latched(error, true))?;
+        self.latch = Some(Latch { reason: interrupted(), reopen: false });
+        let fresh = self
+            .update(grads, input, outcome.clip_coefficient, weights, log)
+            .map_err(|e| self.latched(e, false))?;
+        let updated = Instant::now();
+        outcome.seconds.update = elapsed(started, updated);
+
+        let (sequence, streamed) = (self.record.sequence + 1, log.written);
+        self.latch = Some(Latch { reason: interrupted(), reopen: true });
+        let crcs = self.seal_slots(&fresh, sequence).map_err(|e| self.latched(e, true))?;
+        for (bucket, _) in &fresh {
+            log.written += SlotShape { elements: self.layout.bucket(*bucket).len() }.head_bytes();
+        }
+        let record = self.next_record(grads, input, &fresh, &crcs, sequence);
+        log.written += self.commit(record).map_err(|error| self.latched(error, true))?;
+        for (index, table) in fresh {
+            let bucket = &mut self.buckets[index];
+            (bucket.live, bucket.generation, bucket.table) = (1 - bucket.live, sequence, table);
+        }
+        self.latch = None;
+        let committed = Instant::now();
+        log.span("commit".into(), updated, committed, log.written - streamed);
+        outcome.seconds.commit = elapsed(updated, committed);
+        Ok(())
+    }
+
+    /// Notes a failure for the steps to come, and passes it on.
+    fn latched(&mut self, error: OptimError, reopen: bool) -> OptimError {
+        self.latch = Some(Latch { reason: error.to_string(), reopen });
+        error
+    }
+
+    /// Updates every bucket that has a gradient from its committed slot into the other; returns their new checksums.
+    fn update(
+        &mut self,
+        grads: &[Option<&[f32]>],
+        input: &StepInput<'_>,
+        clip: f64,
+        weights: &mut dyn FnMut(usize, usize, &[f32]),
+        log: &mut Log,
+    ) -> Result<Vec<(usize, Vec<BlockSums>)>, OptimError> {
+        let params = self.layout.params().iter().zip(&self.record.step_counts).zip(grads);
+        let rules = params.map(|((param, count), grad)| {
+            grad.map(|_| Rule::new(&input.groups[param.group], count + 1, input.scale, clip))
+        });
+        let touched: Vec<usize> = (0..self.buckets.len())
+            .filter(|b| self.layout.segments(self.layout.bucket(*b)).any(|s| grads[s.param].is_some()))
+            .collect();
+        let update = Update {
+            folder: &self.folder,
+            layout: &self.layout,
+            buckets: &self.buckets,
+            id: self.id,
+            generation: self.record.sequence + 1,
+            grads,
+            rules: rules.collect(),
+        };
+        let mut pass = UpdatePass { update, weights, tables: vec![Vec::new(); self.buckets.len()] };
+        let chunks = self.ring.chunks(&self.layout, &touched);
+        self.ring.run(&self.layout, chunks, &mut pass, log)?;
+        let mut tables = pass.tables;
+        Ok(touched.into_iter().map(|bucket| (bucket, std::mem::take(&mut tables[bucket]))).collect())
+    }
+
+    fn next_record(
+        &self,
+        grads: &[Option<&[f32]>],
+        input: &StepInput<'_>,
+        fresh: &[(usize, Vec<BlockSums>)],
+        crcs: &[u32],
+        sequence: u64,
+    ) -> Record {
+        let mut buckets = self.record.buckets.clone();
+        for ((index, _), head_crc) in fresh.iter().zip(crcs) {
+            let slot = 1 - self.buckets[*index].live;
+            buckets[*index] = Committed { slot, generation: sequence, head_crc: *head_crc };
+        }
+        let counts = self.record.step_counts.iter().zip(grads);
+        Record {
+            sequence,
+            buckets,
+            step_counts: counts.map(|(count, grad)| count + u64::from(grad.is_some())).collect(),
+            groups: input.groups[..self.layout.group_count()].to_vec(),
+            blob: input.blob.to_vec(),
+            ..self.record
+        }
+    }
+
+    /// Everything that can be refused before anything moves.
+    fn check_input(&self, grads: &[Option<&[f32]>], input: &StepInput<'_>) -> Result<(), OptimError> {
+        let params = self.layout.params();
+        if grads.len() != params.len() {
+            return Err(OptimError::GradCount { wanted: params.len(), found: grads.len() });
+        }
+        for (index, grad) in grads.iter().enumerate() {
+            let (wanted, found) = (self.layout.elements(index), grad.map_or(0, <[f32]>::len));
+            if grad.is_some() && wanted != found {
+                return Err(OptimError::GradLength { name: params[index].name.clone(), wanted, found });
+            }
+        }
+        let (wanted, found) = (self.layout.group_count(), input.groups.len());
+        if found < wanted {
+            return Err(OptimError::GroupCount { wanted, found });
+        }
+        for (index, group) in input.groups.iter().enumerate() {
+            check_group(index, group)?;
+        }
+        norm::check_max_norm(input.max_norm)?;
+        let scale = input.scale as f32;
+        if !(scale.is_finite() && scale > 0.0) {
+            return Err(OptimError::Scale { scale: input.scale });
+        }
+        if input.blob.len() > MAX_BLOB_BYTES {
+            return Err(OptimError::BlobTooLarge { found: input.blob.len() });
+        }
+        Ok(())
+    }
+}
+
+fn check_group(group: usize, options: &GroupOptions) -> Result<(), OptimError> {
+    let GroupOptions { lr, betas, eps, weight_decay, .. } = *options;
+    for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
+        if !(value.is_finite() && value >= 0.0) {
+            return Err(OptimError::HyperParameter { group, name, value, range: "finite and at least 0" });
+        }
+    }
+    for (name, value) in [("beta1", betas.0), ("beta2", betas.1)] {
+        if !(0.0..1.0).contains(&value) {
+            return Err(OptimError::HyperParameter { group, name, value, range: "at least 0 and below 1" });
+        }
+    }
+    Ok(())
+}
+
+/// Says so where clipping leaves gradients that are typically below `eps`: Adam then hardly moves, however long it
+/// trains.
+fn stalled(grads: &[Option<&[f32]>], input: &StepInput<'_>, norm: f64, clip: f64) -> Option<String> {
+    let elements: usize = grads.iter().flatten().map(|grad| grad.len()).sum();
+    let eps = input.groups.iter().map(|g| g.eps).fold(0.0, f64::max);
+    let typical = clip * norm / (elements.max(1) as f64).sqrt();
+    (clip < 1.0 && typical < eps).then(|| {
+        format!(
+            "the gradient norm {norm:.3e} was clipped to gradients of typically {typical:.1e}, below eps {eps:.1e}: \
+             the weights will hardly move; raise max_norm or lower eps"
+        )
+    })
+}
+
+fn elapsed(from: Instant, to: Instant) -> Seconds {
+    Seconds(to.saturating_duration_since(from).as_secs_f64())
+}
+
+/// The update of one step.
+struct Update<'a> {
+    folder: &'a Path,
+    layout: &'a Layout,
+    buckets: &'a [Bucket],
+    id: StoreId,
+    /// Of the slots written.
+    generation: u64,
+    grads: &'a [Option<&'a [f32]>],
+    /// By parameter; `None` where there is no gradient.
+    rules: Vec<Option<Rule>>,
+}
+
+/// The update as a trip through the ring.
+struct UpdatePass<'a> {
+    update: Update<'a>,
+    weights: &'a mut dyn FnMut(usize, usize, &[f32]),
+    /// New checksums, by bucket.
+    tables: Vec<Vec<BlockSums>>,
+}
+
+impl Pass for UpdatePass<'_> {
+    const READS: usize = SECTIONS.len();
+    const WRITES: usize = SECTIONS.len();
+    const NAME: &'static str = "update";
+
+    fn source(&self, bucket: usize) -> &DurableFile {
+        let bucket = &self.update.buckets[bucket];
+        &bucket.files[bucket.live]
+    }
+
+    fn target(&self, bucket: usize) -> &DurableFile {
+        let bucket = &self.update.buckets[bucket];
+        &bucket.files[1 - bucket.live]
+    }
+
+    fn work(&mut self, chunk: Chunk, [main, avg, sq]: [&mut [f32]; 3]) -> Result<(), OptimError> {
+        let (update, first_block) = (&self.update, chunk.first / BLOCK);
+        let blocks = main.par_chunks_mut(BLOCK).zip(avg.par_chunks_mut(BLOCK)).zip(sq.par_chunks_mut(BLOCK));
+        let sums: Vec<Result<BlockSums, OptimError>> = blocks
+            .enumerate()
+            .map(|(i, ((main, avg), sq))| update.block(chunk.bucket, first_block + i, [main, avg, sq]))
+            .collect();
+        for sums in sums {
+            self.tables[chunk.bucket].push(sums?);
+        }
+        let start = update.layout.bucket(chunk.bucket).start + chunk.first;
+        for segment in update.layout.segments(start..start + chunk.len) {
+            if update.grads[segment.param].is_some() {
+                (self.weights)(segment.param, segment.first, &main[segment.local]);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Update<'_> {
+    /// Checks one block, updates it, and returns its new checksums, all while it is in the core's cache.
+    fn block(
+        &self,
+        index: usize,
+        block: usize,
+        [main, avg, sq]: [&mut [f32]; 3],
+    ) -> Result<BlockSums, OptimError> {
+        let bucket = &self.buckets[index];
+        let identity = Identity { id: self.id, bucket: index, generation: bucket.generation };
+        let found = identity.sums(block, [main, avg, sq]);
+        if let Some(section) = (0..SECTIONS.len()).find(|s| found[*s] != bucket.table[block][*s]) {
+            return Err(bad_block(self.folder, self.layout, bucket, index, block, section));
+        }
+        let start = self.layout.bucket(index).start + block * BLOCK;
+        for segment in self.layout.segments(start..start + main.len()) {
+            if let (Some(grad), Some(rule)) = (self.grads[segment.param], &self.rules[segment.param]) {
+                let local = || segment.local.clone();
+                let grad = &grad[segment.first..segment.first + segment.local.len()];
+                rule.apply(grad, &mut main[local()], &mut avg[local()], &mut sq[local()]);
+            }
+        }
+        Ok(Identity { generation: self.generation, ..identity }.sums(block, [main, avg, sq]))
+    }
+}
+
+const _: () = assert!((BLOCK as u64 * 4).is_multiple_of(PAGE));
