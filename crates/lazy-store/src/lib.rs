@@ -1,4 +1,75 @@
 //! A tensor store over three tiers: HBM, pinned host RAM and NVMe.
+//!
+//! A training step that does not fit in GPU memory moves activations and weights between tiers while it computes. This
+//! crate holds the bytes and keeps the order: budgets that are never exceeded, queues that run side by side, and waits
+//! that are derived, in one place, from what each task says it reads and writes. It decides nothing: which bytes go where
+//! is the caller's schedule. Nothing moves to another tier unless asked.
+//!
+//! | concept | what it is |
+//! | --- | --- |
+//! | [`Store`] | the tiers, their budgets and the queues; dropping the last clone waits for everything in flight |
+//! | [`Extent`] | a range of one tier; dropping it gives the range back, also while tasks still use it |
+//! | [`Lane`] | an ordered queue: compute, the two copy directions, the two NVMe directions, optimizer |
+//! | [`Submission`] | one task: its lane, its name, and the extents it reads and writes |
+//! | [`Event`] | the completion of a task |
+//! | [`NvmeMode`] | how the spill file is read and written: what was asked for, what was obtained, and why |
+//! | [`durable`] | files that outlive the run: preallocated, flushed, linked, renamed |
+//! | [`scratch`] | folders of a run's spill files, and the sweep of those that dead runs left |
+//!
+//! # Order
+//!
+//! Tasks of one lane run in the order of submission. A task that reads an extent waits for the last task that writes it;
+//! a task that writes one waits for the last write and all reads since. A range that is released carries the tasks still
+//! using it over to its next owner, whose first write waits for them: so a caller may reserve, submit and release a whole
+//! step at once, far ahead of its execution. Reading what nothing was submitted to write is an error.
+//!
+//! If a task fails, later ones complete without running until [`Store::synchronize`] reports the failure; after that the
+//! store goes on, and what was not written counts as never written.
+//!
+//! # The host device
+//!
+//! Today's device is the host: its HBM is an arena in RAM, its links can be slowed down to given rates
+//! ([`LinkLimits`]), ranges can be poisoned for each new owner, and the queues can be run by one thread in an order drawn
+//! from a seed ([`QueueOrder`]), which replays the same interleaving every time.
+//!
+//! # Example
+//!
+//! A boundary goes to host RAM and comes back, while its place in HBM is used for something else:
+//!
+//! ```
+//! use lazy_store::{Bytes, Lane, Store, StoreOptions, Submission, Tier};
+//!
+//! # fn main() -> Result<(), lazy_store::StoreError> {
+//! let bytes = Bytes(4096);
+//! let store = Store::open(StoreOptions { hbm: bytes, host: bytes, ..StoreOptions::default() })?;
+//! let task = |name: &str| Submission {
+//!     lane: Lane::Compute,
+//!     name: name.to_owned(),
+//!     reads: &[],
+//!     writes: &[],
+//!     after: &[],
+//!     bytes: Bytes::ZERO,
+//! };
+//!
+//! let x = store.reserve(Tier::Hbm, bytes)?;
+//! store.submit(Submission { writes: &[&x], ..task("forward 0") }, |access| {
+//!     access.write_f32(0).fill(1.5);
+//!     Ok(())
+//! })?;
+//! let saved = store.reserve(Tier::Host, bytes)?;
+//! store.copy("boundary 1 out", &x, &saved, &[])?;
+//! store.release(x); // the copy may still be running
+//!
+//! let y = store.reserve(Tier::Hbm, bytes)?; // the same range; its first write waits for the copy
+//! store.copy("boundary 1 in", &saved, &y, &[])?;
+//! let check = |access: &mut lazy_store::Access<'_>| {
+//!     assert!(access.read_f32(0).iter().all(|&v| v == 1.5));
+//!     Ok(())
+//! };
+//! store.submit(Submission { reads: &[&y], ..task("backward 0") }, check)?;
+//! store.synchronize()
+//! # }
+//! ```
 
 mod arena;
 mod buffer;

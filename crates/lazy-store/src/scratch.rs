@@ -1,1 +1,463 @@
-//! Run folders: where the spill files of one run live.
+//! Run folders: where the spill files of one run live, and how those of dead runs are found.
+//!
+//! A run folder is private to its user and holds a lock file, locked (`flock`) for as long as the run lives, that says
+//! who made it: the kernel's boot id, the host's name, and the process by number and start time. [`sweep`] removes a
+//! folder only when the lock is free *and* what the file says agrees that the run is dead; whenever it cannot be sure it
+//! leaves the folder and reports it. Process numbers alone prove nothing: containers use the same small ones over and
+//! over, and those of another host mean nothing here. Nothing depends on the clock.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::error::StoreError;
+use crate::io::fs::is_local;
+use crate::spill::make_private_dir;
+
+const PREFIX: &str = "lazy-run-";
+/// A folder on its way to becoming a run folder; no sweep looks at it.
+const NEW_PREFIX: &str = ".lazy-new-";
+const LOCK: &str = "owner.lock";
+/// First line of the lock file.
+const HEADER: &str = "lazy run folder 1";
+/// An owner's lines are far shorter than this; whatever is longer is not one.
+const LONGEST_OWNER: u64 = 4096;
+
+/// The folder of this run. Dropping it removes it with everything in it.
+#[derive(Debug)]
+pub struct RunDir {
+    path: PathBuf,
+    /// Holds the lock.
+    _lock: File,
+}
+
+/// What a sweep did with each run folder under its root.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SweepReport {
+    /// Folders of dead runs, removed.
+    pub removed: Vec<PathBuf>,
+    /// Folders of live runs, left alone.
+    pub alive: Vec<PathBuf>,
+    /// Folders left alone because it was not certain that their run is dead, each with the reason.
+    pub unsure: Vec<(PathBuf, String)>,
+}
+
+/// Who made a run folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Owner {
+    boot: String,
+    host: String,
+    /// The namespace that `pid` counts in.
+    pids: String,
+    pid: u32,
+    /// Start of the process, in clock ticks since boot.
+    started: u64,
+}
+
+impl RunDir {
+    /// Makes a folder with a name of its own under `root`, which is made, private to the user, if absent.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`] with what the system refuses.
+    pub fn create(root: &Path) -> Result<RunDir, StoreError> {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        make_private_dir(root)?;
+        let root = std::fs::canonicalize(root).map_err(|e| StoreError::file("find", root, e))?;
+        let owner = Owner::this_process()?;
+        loop {
+            let count = COUNT.fetch_add(1, Ordering::Relaxed);
+            // Boot and start time keep apart what the same process number made earlier, or makes elsewhere.
+            let boot: String = owner.boot.chars().filter(char::is_ascii_hexdigit).take(8).collect();
+            let name = format!("{boot}-{}-{}-{count}", owner.pid, owner.started);
+            match RunDir::create_named(&root, &name, &owner) {
+                Err(StoreError::Exists { .. }) => {}
+                done => return done,
+            }
+        }
+    }
+
+    /// Locks the folder under a name that no sweep looks at, and only then gives it its own: so there is no moment at
+    /// which a sweep could take it for a dead run's.
+    fn create_named(root: &Path, name: &str, owner: &Owner) -> Result<RunDir, StoreError> {
+        let new = root.join(format!("{NEW_PREFIX}{name}"));
+        let path = root.join(format!("{PREFIX}{name}"));
+        match std::os::unix::fs::DirBuilderExt::mode(&mut std::fs::DirBuilder::new(), 0o700).create(&new) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(StoreError::Exists { path: new });
+            }
+            Err(e) => return Err(StoreError::file("make the folder", &new, e)),
+        }
+        let locked = lock_file(&new, owner).and_then(|lock| {
+            // Two runs of one name would have to share boot, process and count; a folder that is there is never replaced.
+            rustix::fs::renameat_with(
+                rustix::fs::CWD,
+                &new,
+                rustix::fs::CWD,
+                &path,
+                rustix::fs::RenameFlags::NOREPLACE,
+            )
+            .map_err(|e| match e {
+                Errno::EXIST => StoreError::Exists { path: path.clone() },
+                e => StoreError::file("name the folder", &path, e),
+            })?;
+            Ok(lock)
+        });
+        match locked {
+            Ok(lock) => Ok(RunDir { path, _lock: lock }),
+            Err(error) => {
+                let _ = std::fs::remove_dir_all(&new);
+                Err(error)
+            }
+        }
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        // Under the lock. What cannot be removed now, a sweep removes once the lock is gone.
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+fn lock_file(dir: &Path, owner: &Owner) -> Result<File, StoreError> {
+    let path = dir.join(LOCK);
+    let mut file = File::options()
+        .write(true)
+        .create_new(true)
+        .open(&path)
+        .map_err(|e| StoreError::file("make", &path, e))?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
+        .map_err(|e| StoreError::file("lock", &path, e))?;
+    file.write_all(owner.to_string().as_bytes()).map_err(|e| StoreError::file("write", &path, e))?;
+    Ok(file)
+}
+
+/// Removes the folders that dead runs left under `root`, and says what it did with each. Looks only at folders that
+/// [`RunDir::create`] names; follows no symbolic link, and touches nothing outside `root`.
+///
+/// # Errors
+///
+/// [`StoreError::File`] where `root` cannot be listed. A root that does not exist is swept already.
+pub fn sweep(root: &Path) -> Result<SweepReport, StoreError> {
+    let mut report = SweepReport::default();
+    let root = match std::fs::canonicalize(root) {
+        Ok(root) => root,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(report),
+        Err(e) => return Err(StoreError::file("find", root, e)),
+    };
+    let local = is_local(&root)?;
+    let this = Owner::this_process()?;
+    let failed = |e| StoreError::file("list", &root, e);
+    for entry in std::fs::read_dir(&root).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        if !name.to_str().is_some_and(|n| n.starts_with(PREFIX)) {
+            continue;
+        }
+        let path = root.join(name);
+        match examine(&path, local, &this) {
+            Ok(Verdict::Dead(lock)) => match std::fs::remove_dir_all(&path) {
+                Ok(()) => {
+                    drop(lock);
+                    report.removed.push(path);
+                }
+                Err(e) => report.unsure.push((path, format!("cannot be removed: {e}"))),
+            },
+            Ok(Verdict::Alive) => report.alive.push(path),
+            Ok(Verdict::Gone) => {}
+            Err(reason) => report.unsure.push((path, reason)),
+        }
+    }
+    Ok(report)
+}
+
+enum Verdict {
+    /// Dead; whoever holds the lock may remove it.
+    Dead(File),
+    Alive,
+    /// Somebody else removed it meanwhile.
+    Gone,
+}
+
+/// Whether a run folder's owner is dead; an error where that is not certain.
+fn examine(path: &Path, local: bool, this: &Owner) -> Result<Verdict, String> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let folder = match rustix::fs::open(path, flags, Mode::empty()) {
+        Ok(fd) => File::from(fd),
+        Err(Errno::NOENT) => return Ok(Verdict::Gone),
+        Err(e) => return Err(format!("not a folder that can be opened: {e}")),
+    };
+    let metadata = folder.metadata().map_err(|e| e.to_string())?;
+    if metadata.uid() != rustix::process::geteuid().as_raw() {
+        return Err("it belongs to another user".to_owned());
+    }
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let lock = match rustix::fs::openat(&folder, LOCK, flags, Mode::empty()) {
+        Ok(fd) => File::from(fd),
+        Err(Errno::NOENT) if !path.exists() => return Ok(Verdict::Gone),
+        Err(e) => return Err(format!("its lock file cannot be opened: {e}")),
+    };
+    let held = lock.metadata().map_err(|e| e.to_string())?;
+    if !held.is_file() {
+        return Err("its lock file is not a plain file".to_owned());
+    }
+    match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(Errno::WOULDBLOCK) => return Ok(Verdict::Alive),
+        Err(e) => return Err(format!("its lock cannot be tried: {e}")),
+    }
+    if !still_there(path, &folder, &held) {
+        return Ok(Verdict::Gone);
+    }
+    let mut text = String::new();
+    (&lock).take(LONGEST_OWNER).read_to_string(&mut text).map_err(|e| format!("its lock file: {e}"))?;
+    let owner = Owner::parse(&text).ok_or("its lock file does not say who made it")?;
+    owner.is_dead(local, this)?;
+    Ok(Verdict::Dead(lock))
+}
+
+/// Whether the lock that was taken is still the one under that name: another sweep may have removed the folder between
+/// the opening and the locking.
+fn still_there(path: &Path, folder: &File, lock: &std::fs::Metadata) -> bool {
+    let linked = rustix::fs::statat(folder, LOCK, AtFlags::SYMLINK_NOFOLLOW)
+        .is_ok_and(|s| s.st_ino == lock.ino() && FileType::from_raw_mode(s.st_mode) == FileType::RegularFile);
+    let same = |a: std::fs::Metadata, b: std::fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+    let in_place =
+        std::fs::symlink_metadata(path).ok().zip(folder.metadata().ok()).is_some_and(|(a, b)| same(a, b));
+    linked && in_place
+}
+
+impl Owner {
+    fn this_process() -> Result<Owner, StoreError> {
+        let pid = std::process::id();
+        let read = |path: &str| {
+            std::fs::read_to_string(path).map_err(|e| StoreError::file("read", Path::new(path), e))
+        };
+        let stat = read("/proc/self/stat")?;
+        let started = start_time(&stat).ok_or_else(|| {
+            StoreError::file("understand", Path::new("/proc/self/stat"), io::Error::other("no start time"))
+        })?;
+        Ok(Owner {
+            boot: read("/proc/sys/kernel/random/boot_id")?.trim().to_owned(),
+            host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            pids: pid_namespace(),
+            pid,
+            started,
+        })
+    }
+
+    fn parse(text: &str) -> Option<Owner> {
+        let mut lines = text.lines();
+        if lines.next()? != HEADER {
+            return None;
+        }
+        let mut field = |name: &str| lines.next()?.strip_prefix(name)?.strip_prefix(' ').map(str::to_owned);
+        Some(Owner {
+            boot: field("boot").filter(|b| !b.is_empty())?,
+            host: field("host")?,
+            pids: field("pids")?,
+            pid: field("pid")?.parse().ok()?,
+            started: field("started")?.parse().ok()?,
+        })
+    }
+
+    /// Whether this owner, whose lock is free, is dead; the reason where it may not be.
+    fn is_dead(&self, local: bool, this: &Owner) -> Result<(), String> {
+        if !local {
+            return Err("its file system may be shared, so a free lock proves nothing".to_owned());
+        }
+        if self.boot != this.boot {
+            // A local file system is mounted by one kernel at a time, so the other boot is over, if it was of this host.
+            let other = format!("it was made on host {}, this is {}", self.host, this.host);
+            return if self.host == this.host { Ok(()) } else { Err(other) };
+        }
+        if self.pids != this.pids {
+            // A process of another container cannot be looked up, but the lock is kept by the one kernel of both.
+            return Ok(());
+        }
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid));
+        match stat {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            // Another process by the same number, later.
+            Ok(stat) if start_time(&stat).is_some_and(|started| started != self.started) => Ok(()),
+            Ok(_) => Err(format!("process {} that made it is running, though it holds no lock", self.pid)),
+            Err(e) => Err(format!("process {} cannot be looked up: {e}", self.pid)),
+        }
+    }
+}
+
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Owner { boot, host, pids, pid, started } = self;
+        write!(f, "{HEADER}\nboot {boot}\nhost {host}\npids {pids}\npid {pid}\nstarted {started}\n")
+    }
+}
+
+fn pid_namespace() -> String {
+    let link = std::fs::read_link("/proc/self/ns/pid");
+    link.map_or_else(|_| "unknown".to_owned(), |link| link.to_string_lossy().into_owned())
+}
+
+/// Field 22 of `/proc/PID/stat`. Field 2 is the program's name in parentheses, and may hold anything.
+fn start_time(stat: &str) -> Option<u64> {
+    stat.get(stat.rfind(')')? + 1..)?.split_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder() -> tempfile::TempDir {
+        let program = std::env::current_exe().unwrap();
+        tempfile::tempdir_in(program.parent().unwrap()).unwrap()
+    }
+
+    /// A run folder as a killed process leaves it: no lock held, `owner` in the lock file, a spill file.
+    fn left_behind(root: &Path, name: &str, owner: &str) -> PathBuf {
+        let path = root.join(format!("{PREFIX}{name}"));
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join(LOCK), owner).unwrap();
+        std::fs::write(path.join("spill-1-0"), [1; 100]).unwrap();
+        path
+    }
+
+    fn dead_owner() -> Owner {
+        // Our own number, which a process before us had.
+        let this = Owner::this_process().unwrap();
+        Owner { started: this.started - 1, ..this }
+    }
+
+    #[test]
+    fn t8_two_runs_under_one_root_have_two_folders() {
+        let root = folder();
+        let (a, b) = (RunDir::create(root.path()).unwrap(), RunDir::create(root.path()).unwrap());
+        assert_ne!(a.path(), b.path());
+        std::fs::write(a.path().join("file"), "a").unwrap();
+        let mut report = sweep(root.path()).unwrap();
+        report.alive.sort();
+        let mut both = vec![a.path().to_owned(), b.path().to_owned()];
+        both.sort();
+        assert_eq!((report.alive, report.removed.len(), report.unsure.len()), (both, 0, 0));
+        let metadata = std::fs::metadata(a.path()).unwrap();
+        assert_eq!(metadata.mode() & 0o777, 0o700);
+        drop((a, b));
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn t8_the_folder_of_a_dead_run_is_removed_whatever_the_clock_says() {
+        let root = folder();
+        let path = left_behind(root.path(), "a", &dead_owner().to_string());
+        let two_days_ahead = std::time::SystemTime::now() + std::time::Duration::from_secs(48 * 3600);
+        File::open(&path).unwrap().set_modified(two_days_ahead).unwrap();
+        assert_eq!(sweep(root.path()).unwrap().removed, [path]);
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn t8_what_is_not_certain_is_left_alone() {
+        let root = folder();
+        let this = Owner::this_process().unwrap();
+        let init = std::fs::read_to_string("/proc/1/stat").unwrap();
+        let cases = [
+            ("own", this.to_string()),
+            ("init", Owner { pid: 1, started: start_time(&init).unwrap(), ..this.clone() }.to_string()),
+            (
+                "host",
+                Owner { boot: "elsewhere".into(), host: "elsewhere".into(), ..this.clone() }.to_string(),
+            ),
+            ("empty", String::new()),
+            ("number", "12345".to_owned()),
+            ("half", this.to_string()[..40].to_owned()),
+        ];
+        let paths: Vec<PathBuf> =
+            cases.iter().map(|(name, text)| left_behind(root.path(), name, text)).collect();
+        let bare = root.path().join(format!("{PREFIX}bare"));
+        std::fs::create_dir(&bare).unwrap();
+        let report = sweep(root.path()).unwrap();
+        assert_eq!(report.removed, Vec::<PathBuf>::new());
+        assert_eq!(report.unsure.len(), cases.len() + 1, "{report:?}");
+        assert!(paths.iter().all(|p| p.join("spill-1-0").exists()));
+        assert!(bare.exists());
+    }
+
+    #[test]
+    fn t8_a_reboot_of_this_host_makes_its_runs_dead() {
+        let this = Owner::this_process().unwrap();
+        let before = Owner { boot: "an earlier boot".into(), ..this.clone() };
+        assert!(before.is_dead(true, &this).is_ok());
+        // On a shared file system the lock may be another host's, whatever its name.
+        assert!(before.is_dead(false, &this).is_err());
+    }
+
+    #[test]
+    fn t8_links_and_strangers_in_the_root_are_not_followed_and_not_removed() {
+        let (root, outside) = (folder(), folder());
+        let target = left_behind(outside.path(), "target", &dead_owner().to_string());
+        std::os::unix::fs::symlink(&target, root.path().join(format!("{PREFIX}link"))).unwrap();
+        std::fs::create_dir(root.path().join("checkpoints")).unwrap();
+        std::fs::write(root.path().join(format!("{PREFIX}file")), "not a folder").unwrap();
+        // A dead run's folder with a link in it: the link goes, its target stays.
+        let dead = left_behind(root.path(), "dead", &dead_owner().to_string());
+        std::os::unix::fs::symlink(outside.path(), dead.join("way-out")).unwrap();
+        // A lock file that is a link to a dead owner's is no lock file.
+        let trap = root.path().join(format!("{PREFIX}trap"));
+        std::fs::create_dir(&trap).unwrap();
+        std::os::unix::fs::symlink(target.join(LOCK), trap.join(LOCK)).unwrap();
+        let report = sweep(root.path()).unwrap();
+        assert_eq!(report.removed, [dead]);
+        assert_eq!(report.unsure.len(), 3, "{report:?}");
+        assert!(target.join("spill-1-0").exists() && trap.exists());
+        assert!(root.path().join("checkpoints").exists());
+    }
+
+    #[test]
+    fn t8_runs_made_while_others_sweep_are_never_lost() {
+        let root = folder();
+        std::thread::scope(|scope| {
+            let sweeping = scope.spawn(|| {
+                for _ in 0..300 {
+                    let report = sweep(root.path()).unwrap();
+                    assert_eq!(report.removed, Vec::<PathBuf>::new());
+                }
+            });
+            while !sweeping.is_finished() {
+                let run = RunDir::create(root.path()).unwrap();
+                std::fs::write(run.path().join("spill"), "x").unwrap();
+            }
+        });
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn t8_two_sweeps_at_once_remove_each_dead_run_once() {
+        let root = folder();
+        for i in 0..40 {
+            left_behind(root.path(), &i.to_string(), &dead_owner().to_string());
+        }
+        let removed: usize = std::thread::scope(|scope| {
+            let sweeps: Vec<_> = (0..4).map(|_| scope.spawn(|| sweep(root.path()).unwrap())).collect();
+            sweeps.into_iter().map(|s| s.join().unwrap().removed.len()).sum()
+        });
+        assert_eq!(removed, 40);
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_program_name_with_parentheses_does_not_hide_the_start_time() {
+        let stat = "7 (a) b (c) S 1 7 7 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4711 99 1 18446744073709551615";
+        assert_eq!(start_time(stat), Some(4711));
+    }
+}

@@ -1,5 +1,7 @@
 //! Durable files on the build's own file system.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 use lazy_store::durable::{AlignedBuf, DurableDir, IoOptions};
 use lazy_store::{BackendChoice, Bytes, DirectChoice, StoreError};
 

@@ -1,5 +1,7 @@
 //! Three tiers as one store: what is written is what is read, budgets are hard, waits are derived.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 

@@ -41,7 +41,6 @@ pub(crate) fn name(path: &Path) -> Result<&'static str, StoreError> {
     Ok(known(number(path)?).map_or("unknown", |(name, _)| name))
 }
 
-#[allow(dead_code, reason = "the sweep of run folders asks")]
 /// Whether `path` lies on a file system whose locks are known to be kept by this kernel alone.
 pub(crate) fn is_local(path: &Path) -> Result<bool, StoreError> {
     Ok(known(number(path)?).is_some_and(|(_, local)| local))
