@@ -119,7 +119,7 @@ impl Corpus {
         let mut ids = Vec::with_capacity(batch * seq);
         for row in 0..batch as u64 {
             // The high half of the product maps a word evenly to the starts.
-            let start = (u128::from(stream.word(row)) * starts >> 64) as usize;
+            let start = ((u128::from(stream.word(row)) * starts) >> 64) as usize;
             ids.extend(self.bytes[start..start + seq].iter().map(|&byte| u32::from(byte)));
         }
         Ok(ids)

@@ -18,7 +18,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     let n = (clamped * std::f32::consts::LOG2_E + ROUND) - ROUND;
     let r = (clamped - n * LN_2_HIGH) - n * LN_2_LOW;
     let mut p = 1.987_569_1e-4;
-    for coefficient in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.000_000_1e-1] {
+    for coefficient in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5e-1] {
         p = p * r + coefficient;
     }
     let p = p * (r * r) + (r + 1.0);
