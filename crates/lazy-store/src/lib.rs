@@ -42,17 +42,9 @@
 //! # fn main() -> Result<(), lazy_store::StoreError> {
 //! let bytes = Bytes(4096);
 //! let store = Store::open(StoreOptions { hbm: bytes, host: bytes, ..StoreOptions::default() })?;
-//! let task = |name: &str| Submission {
-//!     lane: Lane::Compute,
-//!     name: name.to_owned(),
-//!     reads: &[],
-//!     writes: &[],
-//!     after: &[],
-//!     bytes: Bytes::ZERO,
-//! };
-//!
 //! let x = store.reserve(Tier::Hbm, bytes)?;
-//! store.submit(Submission { writes: &[&x], ..task("forward 0") }, |access| {
+//! let forward = Submission { writes: &[&x], ..Submission::new(Lane::Compute, "forward 0") };
+//! store.submit(forward, |access| {
 //!     access.write_f32(0).fill(1.5);
 //!     Ok(())
 //! })?;
@@ -62,11 +54,11 @@
 //!
 //! let y = store.reserve(Tier::Hbm, bytes)?; // the same range; its first write waits for the copy
 //! store.copy("boundary 1 in", &saved, &y, &[])?;
-//! let check = |access: &mut lazy_store::Access<'_>| {
+//! let backward = Submission { reads: &[&y], ..Submission::new(Lane::Compute, "backward 0") };
+//! store.submit(backward, |access| {
 //!     assert!(access.read_f32(0).iter().all(|&v| v == 1.5));
 //!     Ok(())
-//! };
-//! store.submit(Submission { reads: &[&y], ..task("backward 0") }, check)?;
+//! })?;
 //! store.synchronize()
 //! # }
 //! ```

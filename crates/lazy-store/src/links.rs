@@ -53,7 +53,7 @@ impl Store {
             return Err(StoreError::CopyLength { task: name, from: src.bytes(), to: dst.bytes() });
         }
         let (reads, writes) = ([src], [dst]);
-        let task = Submission { lane, name, reads: &reads, writes: &writes, after, bytes: src.bytes() };
+        let task = Submission { reads: &reads, writes: &writes, after, bytes: src.bytes(), lane, name };
         let spill = self.inner().spill.clone();
         match (lane, spill) {
             (Lane::NvmeWrite, Some(spill)) => {
@@ -73,7 +73,8 @@ impl Store {
     }
 
     /// Measures every link with copies of `bytes` over the store's own queues: the median rate of a few, one at a time.
-    /// Needs that much free room in every tier, and belongs outside a step.
+    /// Needs that much free room in every tier, and belongs outside a step. Where the spill file is buffered, reads come
+    /// from the page cache, and the rate is that of memory.
     ///
     /// # Errors
     ///
@@ -81,14 +82,8 @@ impl Store {
     pub fn probe_links(&self, bytes: Bytes) -> Result<LinkRates, StoreError> {
         let hbm = self.reserve(Tier::Hbm, bytes)?;
         let host = self.reserve(Tier::Host, bytes)?;
-        let fill = Submission {
-            lane: Lane::Compute,
-            name: "fill for the link probe".to_owned(),
-            reads: &[],
-            writes: &[&hbm],
-            after: &[],
-            bytes: Bytes::ZERO,
-        };
+        let fill =
+            Submission { writes: &[&hbm], ..Submission::new(Lane::Compute, "fill for the link probe") };
         self.submit(fill, |access| {
             // Not zeros: some drives store those without writing them.
             access.write(0).iter_mut().enumerate().for_each(|(i, byte)| *byte = (i % 251) as u8);

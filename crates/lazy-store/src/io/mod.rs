@@ -138,6 +138,7 @@ pub(crate) fn transfer(
     .run()
 }
 
+/// A transfer under way. However it ends, it ends with nothing in flight.
 struct Transfer<'a> {
     queue: &'a mut dyn Queue,
     file: &'a OpenFile,
@@ -167,6 +168,7 @@ impl Transfer<'_> {
             }
             done.clear();
             if let Err(source) = self.queue.wait(&mut done) {
+                self.in_flight = 0;
                 return Err(failure.unwrap_or_else(|| self.refused(0, self.len, source)));
             }
             for Done { tag, result } in done.drain(..) {
@@ -281,5 +283,82 @@ impl Transfer<'_> {
             bytes: Bytes(len as u64),
             source,
         }
+    }
+}
+
+impl Drop for Transfer<'_> {
+    fn drop(&mut self) {
+        let mut done = Vec::new();
+        while self.in_flight > 0 && self.queue.wait(&mut done).is_ok() {
+            self.in_flight = self.in_flight.saturating_sub(done.len());
+            done.clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buffer::AlignedBuf;
+
+    /// Completes requests, last first, without moving anything; at a given one, fails as a whole.
+    #[derive(Default)]
+    struct Pretend {
+        in_flight: Vec<Done>,
+        requests: Vec<(u64, usize)>,
+        breaks_at: Option<usize>,
+    }
+
+    impl Queue for Pretend {
+        fn depth(&self) -> usize {
+            8
+        }
+
+        unsafe fn start(&mut self, request: Request<'_>) -> io::Result<()> {
+            self.requests.push((request.offset, request.len));
+            self.in_flight.push(Done { tag: request.tag, result: Ok(request.len) });
+            assert!(self.in_flight.len() <= 8);
+            Ok(())
+        }
+
+        fn wait(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
+            if self.breaks_at.is_some_and(|at| self.requests.len() >= at) {
+                self.in_flight.clear();
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            done.extend(self.in_flight.pop());
+            Ok(())
+        }
+    }
+
+    fn file() -> OpenFile {
+        OpenFile { file: tempfile::tempfile().unwrap(), path: PathBuf::from("spill"), granularity: 512 }
+    }
+
+    #[test]
+    fn t2_more_than_one_request_can_hold_is_cut_and_moved_whole() {
+        // 200 million elements of 12 bytes: more than the 0x7ffff000 bytes that Linux moves in one call. No page of it is
+        // touched.
+        const LEN: u64 = 2_400_000_000;
+        let mut buffer = AlignedBuf::zeroed(Bytes(LEN)).unwrap();
+        let mut queue = Pretend::default();
+        transfer(&mut queue, &file(), 4096, Buffer::Read(buffer.as_mut_slice())).unwrap();
+        queue.requests.sort();
+        let mut next = 4096;
+        for (offset, len) in queue.requests {
+            assert_eq!(offset, next);
+            assert!(len <= 1 << 20);
+            next += len as u64;
+        }
+        assert_eq!(next, 4096 + LEN);
+    }
+
+    #[test]
+    fn t5_a_queue_that_breaks_ends_the_transfer_with_nothing_in_flight() {
+        let bytes = vec![0; 20 << 20];
+        let mut queue = Pretend { breaks_at: Some(12), ..Pretend::default() };
+        let error = transfer(&mut queue, &file(), 0, Buffer::Write(&bytes)).unwrap_err();
+        assert!(matches!(error, StoreError::Io { op: "write", .. }), "{error}");
+        assert!(queue.in_flight.is_empty());
     }
 }

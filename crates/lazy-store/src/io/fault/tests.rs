@@ -7,7 +7,8 @@ use lazy_model::Bytes;
 use super::{Fault, Faults, Operation};
 use crate::durable::{AlignedBuf, DurableDir, DurableFile, IoOptions};
 use crate::error::StoreError;
-use crate::options::{BackendChoice, DirectChoice};
+use crate::options::{BackendChoice, DirectChoice, NvmeOptions, StoreOptions};
+use crate::{Lane, Store, Submission, Tier};
 
 const LEN: u64 = 3 << 20;
 
@@ -227,4 +228,62 @@ fn operations_are_listed_in_order() {
     assert_eq!(operations[8], Operation::SyncData { name: "new".into() });
     assert_eq!(operations[9], Operation::Rename { from: "new".into(), to: "current".into() });
     assert_eq!(operations[10], Operation::SyncDir);
+}
+
+/// A store whose spill file goes through `faults`.
+fn spilling(dir: &std::path::Path, faults: &Faults) -> Store {
+    let nvme = NvmeOptions {
+        dir: dir.to_owned(),
+        bytes: Bytes::from_mib(16),
+        backend: BackendChoice::Auto,
+        direct: DirectChoice::Auto,
+    };
+    let options = StoreOptions { host: Bytes::from_mib(16), nvme: Some(nvme), ..StoreOptions::default() };
+    Store::open_with_faults(options, faults).unwrap()
+}
+
+/// Sends bytes to the spill file and back, and compares them.
+fn there_and_back(store: &Store, bytes: u64) -> Result<(), StoreError> {
+    let [out, back] = [(); 2].map(|()| store.reserve(Tier::Host, Bytes(bytes)).unwrap());
+    let spilled = store.reserve(Tier::Nvme, Bytes(bytes))?;
+    store.submit(Submission { writes: &[&out], ..Submission::new(Lane::Compute, "fill") }, |access| {
+        access.write(0).iter_mut().enumerate().for_each(|(i, b)| *b = (i * 3 + i / 254) as u8);
+        Ok(())
+    })?;
+    store.copy("boundary 4 out", &out, &spilled, &[])?;
+    store.copy("boundary 4 in", &spilled, &back, &[])?;
+    let compare = Submission { reads: &[&out, &back], ..Submission::new(Lane::Compute, "compare") };
+    store.submit(compare, |access| {
+        if access.read(0) == access.read(1) { Ok(()) } else { Err("the bytes differ".into()) }
+    })?;
+    drop((out, spilled, back));
+    store.synchronize()
+}
+
+#[test]
+fn t5_t12_spilled_bytes_survive_short_late_and_interrupted_requests() {
+    for seed in 0..3 {
+        let (folder, faults) = (folder(), Faults::new(seed));
+        let store = spilling(folder.path(), &faults);
+        faults.rates(300, 100, 200);
+        faults.reorder();
+        for bytes in [5, 4097, 5_000_001] {
+            there_and_back(&store, bytes).unwrap();
+        }
+    }
+}
+
+#[test]
+fn t1_t3_a_failed_spill_is_an_error_at_the_write_and_the_store_goes_on() {
+    let (folder, faults) = (folder(), Faults::new(0));
+    let store = spilling(folder.path(), &faults);
+    for fault in [Fault::Io, Fault::NoSpace, Fault::Short(0)] {
+        faults.on_write(1, fault);
+        let error = there_and_back(&store, LEN).unwrap_err();
+        let StoreError::Task { task, lane: Lane::NvmeWrite, source } = &error else { panic!("{error}") };
+        assert_eq!(task, "boundary 4 out");
+        assert!(source.to_string().contains(folder.path().to_str().unwrap()), "{source}");
+        assert!(Tier::ALL.iter().all(|&tier| store.live(tier) == Bytes::ZERO));
+        there_and_back(&store, LEN).unwrap();
+    }
 }
