@@ -215,8 +215,8 @@ impl CostChain {
         ] {
             let Some(values) = values else { continue };
             check_length(key, values.len(), n)?;
-            for (i, v) in values.iter().enumerate() {
-                check_number(&format!("{key}[{i}]"), *v)?;
+            if let Some(i) = values.iter().position(|v| check_number(key, *v).is_err()) {
+                check_number(&format!("{key}[{i}]"), values[i])?;
             }
         }
         for (key, values, length) in [

@@ -309,10 +309,11 @@ fn exposed(chain: &CostChain, placement: &[Placement], pool: Pool) -> Result<Big
         Pool::NvmeWrite => (chain.nvme_write_bytes_per_s, chain.d2h_first_window_offset, None),
         Pool::NvmeRead => (chain.nvme_read_bytes_per_s, chain.h2d_first_window_offset, None),
     };
-    let rate = exact(rate.get());
+    // Integers over powers of ten throughout: reducing fractions at every step would cost more than everything else.
+    let factors = Decimals::new(&[rate.get(), scale, fraction]);
     let windows = Decimals::new(&chain.layer_window_ms);
-    let capacity = &rate * exact(scale) * exact(fraction) / BigInt::from(1000);
-    let unit = capacity.denom() * &windows.denominator;
+    let capacity_a_ms: BigInt = factors.values.iter().product();
+    let unit = factors.denominator.pow(3) * 1000 * &windows.denominator;
 
     let mut arriving = vec![0u64; n + 1];
     for (i, p) in placement.iter().enumerate() {
@@ -323,7 +324,7 @@ fn exposed(chain: &CostChain, placement: &[Placement], pool: Pool) -> Result<Big
     let mut queue = BigInt::zero();
     let mut exposed = BigInt::zero();
     for w in 0..n {
-        let mut room = capacity.numer() * &windows.values[w];
+        let mut room = &capacity_a_ms * &windows.values[w];
         if let Some(mandatory) = mandatory {
             room -= &unit * mandatory[w].get();
         }
@@ -338,10 +339,11 @@ fn exposed(chain: &CostChain, placement: &[Placement], pool: Pool) -> Result<Big
     if exposed.is_zero() {
         return Ok(BigRational::zero());
     }
+    let rate = &factors.values[0];
     if rate.is_zero() {
         return Err(Violation::ZeroRate { pool });
     }
-    Ok(BigRational::new(exposed * 1000, unit) / rate)
+    Ok(BigRational::new(exposed * 1000 * factors.denominator, unit * rate))
 }
 
 /// Numbers as integers over one power of ten.

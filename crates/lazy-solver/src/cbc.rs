@@ -1,7 +1,7 @@
 //! Hands a program to CBC through good_lp and says truthfully what came back.
 
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use good_lp::solvers::coin_cbc::coin_cbc;
 use good_lp::{
@@ -27,8 +27,26 @@ pub(crate) enum Outcome {
     Failed(String),
 }
 
+/// Time for doubting a verdict of infeasibility.
+const SECOND_LOOK: Duration = Duration::from_secs(10);
+
 /// Solves `mip` to gap 0, or until `deadline`.
+///
+/// CBC's cuts can remove every solution of a program with badly spread coefficients, so an infeasible program is looked at once
+/// more without cuts.
 pub(crate) fn solve(mip: &Mip, deadline: Option<Instant>) -> Outcome {
+    let first = run(mip, deadline, true);
+    if !matches!(first, Outcome::Infeasible) {
+        return first;
+    }
+    let soon = Instant::now() + SECOND_LOOK;
+    match run(mip, Some(deadline.map_or(soon, |d| d.min(soon))), false) {
+        Outcome::Finished { values, bound } => Outcome::Finished { values, bound },
+        _ => first,
+    }
+}
+
+fn run(mip: &Mip, deadline: Option<Instant>, cuts: bool) -> Outcome {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let mut variables = ProblemVariables::new();
     let columns: Vec<Variable> = mip
@@ -62,8 +80,13 @@ pub(crate) fn solve(mip: &Mip, deadline: Option<Instant>) -> Outcome {
         ("allowableGap", "0"),
         ("increment", "1e-7"),
         ("primalTolerance", "1e-8"),
+        // Its preprocessing substitutes binaries wrongly on some chains and then reports a dear plan as optimal.
+        ("preprocess", "off"),
     ] {
         model.set_parameter(key, value);
+    }
+    if !cuts {
+        model.set_parameter("cutsOnOff", "off");
     }
     if let Some(deadline) = deadline {
         let left = deadline.saturating_duration_since(Instant::now());

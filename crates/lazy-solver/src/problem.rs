@@ -53,7 +53,7 @@ impl Problem {
         let mut p = Problem { mip: Mip::default(), sizes, skip: vec![], off: vec![], nvme: vec![] };
         let unit = unit(&p.sizes);
         for (i, a) in allowed.iter().enumerate() {
-            let size = p.sizes[i] as f64 / unit;
+            let size = p.sizes[i] as f64 / unit as f64;
             // Cost of HBM (in the constant), and what skipping, offloading and NVMe add to it.
             let (hbm, skip, off, nvme) = match goal {
                 Goal::Cost => {
@@ -88,9 +88,16 @@ impl Problem {
         }
     }
 
+    /// Budgets, in whole units of bytes. Sizes and budgets are rounded down, which never forbids a set that fits: a sum of rounded
+    /// sizes is a whole number not above the rounded sum. Where units are the sizes' common divisor nothing is lost either;
+    /// elsewhere a set that is too large by less than a unit a boundary passes here, and the exact check sends it back.
+    ///
+    /// Whole numbers are for CBC's sake: coefficients like 1023.9999986 beside 1024 made its cuts remove every solution.
     fn budget_rows(&mut self, chain: &CostChain, goal: Goal) {
-        let step = gcd(&self.sizes).max(1);
         let unit = unit(&self.sizes);
+        // Rounding may have made sizes equal: divide once more by what the rounded sizes share.
+        let rounded: Vec<u64> = self.sizes.iter().map(|size| size / unit).collect();
+        let unit = unit * gcd(&rounded).max(1);
         let total: u64 = self.sizes.iter().sum();
         for (tier, budget) in [
             (Tier::Hbm, chain.gpu_budget_bytes),
@@ -100,10 +107,7 @@ impl Problem {
             if goal == Goal::BytesIn(tier) || budget.get() >= total {
                 continue;
             }
-            // Every sum of sizes is a multiple of their greatest common divisor, so rounding down loses nothing and keeps a
-            // budget that is a few bytes short well outside the solver's tolerance.
-            let budget = budget.get() / step * step;
-            self.in_tier_at_most(tier, |size| size as f64 / unit, budget as f64 / unit, None);
+            self.in_tier_at_most(tier, |size| (size / unit) as f64, (budget.get() / unit) as f64, None);
         }
     }
 
@@ -243,12 +247,11 @@ impl Link<'_> {
     }
 }
 
-/// Bytes that count as 1 in budget rows: the sizes' common divisor where that gives small whole numbers, else a thousandth of the
-/// largest size. Keeps coefficients far from the solver's tolerance of about 1e-6.
-fn unit(sizes: &[u64]) -> f64 {
-    let largest = sizes.iter().copied().max().unwrap_or(0).max(1);
-    let step = gcd(sizes).max(1);
-    if largest / step <= 1 << 16 { step as f64 } else { largest as f64 / 1024.0 }
+/// Bytes that count as 1 in budget rows: the sizes' common divisor where that gives moderate whole numbers, else a 2^18th of the
+/// largest size. CBC lets a binary be off by 1e-6, so larger coefficients would be no more exact.
+fn unit(sizes: &[u64]) -> u64 {
+    let largest = sizes.iter().copied().max().unwrap_or(0);
+    gcd(sizes).max(largest >> 18).max(1)
 }
 
 fn gcd(sizes: &[u64]) -> u64 {

@@ -11,7 +11,7 @@ use crate::problem::{Goal, Problem};
 
 /// Rounds of forbidding sets that CBC's tolerance packs into a budget a few bytes too small. Each round removes at least one such
 /// set and in practice one is enough.
-const MOST_REPAIRS: usize = 200;
+const MOST_REPAIRS: usize = 50;
 /// A bound this near to the objective proves it (ms); the smallest published weight is 1e-5 ms.
 const PROVEN_MS: f64 = 1e-6;
 

@@ -1,0 +1,110 @@
+//! What the solver promises beyond optimality: honest statuses, exact budgets, repeatability.
+
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::path::Path;
+
+use lazy_model::{Bytes, CostChain, Seconds, evaluate};
+use lazy_solver::{Solution, SolveOptions, SolverError, Status, solve};
+
+fn given(name: &str) -> CostChain {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/given/{name}.json"));
+    CostChain::from_json(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn solved(chain: &CostChain) -> Solution {
+    solve(chain, &SolveOptions::default()).unwrap()
+}
+
+fn limited(chain: &CostChain, seconds: f64) -> Result<Solution, SolverError> {
+    solve(chain, &SolveOptions { time_limit: Some(Seconds(seconds)), ..SolveOptions::default() })
+}
+
+#[test]
+fn a_budget_64_bytes_short_holds_one_boundary_less() {
+    // CBC's tolerance accepts 19 boundaries here; the 18 that fit are the optimum of the budget of exactly 18.
+    let mut chain = given("doc_cpu14_free");
+    let size = chain.boundary_bytes[0];
+    chain.cpu_budget_bytes = size * 18;
+    let exact = solved(&chain).objective_ms.unwrap();
+    chain.cpu_budget_bytes = size * 19 - Bytes(64);
+    let equal_sizes = solved(&chain);
+    assert_eq!(equal_sizes.status, Status::Optimal);
+    assert!((equal_sizes.objective_ms.unwrap() - exact).abs() < 2e-6);
+    // One boundary a byte larger: no common divisor is left to round by.
+    chain.boundary_bytes[40] += Bytes(1);
+    chain.nvme_budget_bytes = size * 3 + Bytes(1);
+    let mixed = solved(&chain);
+    assert_eq!(mixed.status, Status::Optimal);
+    assert!(mixed.evaluation.unwrap().bytes.host <= chain.cpu_budget_bytes);
+}
+
+#[test]
+fn equal_plans_differ_by_the_tie_break_alone() {
+    // The same chain with and without the tie-break: 182.00052 + 3 x 0.001 on NVMe, fewest possible.
+    let mut chain = given("doc_cpu14_free");
+    chain.nvme_tiebreak = 0.0;
+    assert!((solved(&chain).objective_ms.unwrap() - 182.00052).abs() < 2e-6);
+    chain.nvme_tiebreak = 0.001;
+    assert_eq!(solved(&chain).evaluation.unwrap().counts.nvme, 3);
+}
+
+#[test]
+fn no_time_means_no_incumbent() {
+    let solution = limited(&given("doc_cpu14_free"), 0.0).unwrap();
+    assert_eq!(solution.status, Status::NoIncumbent);
+    assert!(solution.placement.is_none() && solution.objective_ms.is_none());
+    assert!(matches!(limited(&given("tiny3_hand"), -1.0), Err(SolverError::TimeLimit(_))));
+    assert!(matches!(limited(&given("tiny3_hand"), f64::NAN), Err(SolverError::TimeLimit(_))));
+}
+
+#[test]
+fn a_stop_before_the_proof_never_reports_a_plan_that_breaks_a_rule() {
+    // Every byte of all three tiers is needed: a hard number partition, with a known solution.
+    let mut chain = given("doc_cpu14_free");
+    let mut state = 12345u64;
+    for size in &mut chain.boundary_bytes {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        *size = Bytes((1 << 29) + (state >> 36));
+    }
+    chain.max_segment_layers = 1;
+    let third = |k: usize| chain.boundary_bytes.iter().skip(k).step_by(3).copied().sum();
+    (chain.gpu_budget_bytes, chain.cpu_budget_bytes, chain.nvme_budget_bytes) =
+        (third(0), third(1), third(2));
+    let solution = limited(&chain, 1.0).unwrap();
+    match &solution.placement {
+        None => assert_eq!(solution.status, Status::NoIncumbent),
+        Some(placement) => assert!(evaluate(&chain, placement).is_ok()),
+    }
+}
+
+#[test]
+fn eight_threads_get_what_one_gets() {
+    let names = ["tiny3_hand", "tiny5_hetero", "tiny6_exposed", "doc_cpu15_locked", "infeasible_budget"];
+    let alone: Vec<_> = names.iter().map(|n| solved(&given(n)).placement).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let together: Vec<_> = names.iter().map(|n| solved(&given(n)).placement).collect();
+                assert_eq!(together, alone);
+            });
+        }
+    });
+}
+
+#[test]
+fn layer_internals_are_refused_by_name() {
+    let mut chain = given("tiny3_hand");
+    chain.hbm_cap_bytes = Some(Bytes::from_gib(1.0));
+    let error = solve(&chain, &SolveOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("hbm_cap_bytes"), "{error}");
+}
+
+#[test]
+fn chains_built_wrongly_in_code_are_refused() {
+    let mut chain = given("tiny3_hand");
+    chain.boundary_bytes.pop();
+    let error = solve(&chain, &SolveOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("boundary_bytes"), "{error}");
+}
