@@ -40,6 +40,8 @@ struct Write {
     new: Vec<u8>,
     /// A flush of it failed: the system holds it for written, and it never will be.
     lost: bool,
+    /// It was flushed, and is only kept because an older write to the file was lost.
+    flushed: bool,
 }
 
 /// How to undo a change of a folder.
@@ -67,14 +69,14 @@ impl Journal {
         let file = File::from(file.try_clone_to_owned()?);
         let entry = self.files.entry(inode(&file)?);
         let unflushed = entry.or_insert_with(|| Unflushed { file, writes: Vec::new() });
-        unflushed.writes.push(Write { offset, old, new, lost: false });
+        unflushed.writes.push(Write { offset, old, new, lost: false, flushed: false });
         Ok(())
     }
 
     /// A flush of the file failed.
     pub(crate) fn lose(&mut self, file: &OpenFile) -> io::Result<()> {
         if let Some(unflushed) = self.files.get_mut(&inode(&file.file)?) {
-            unflushed.writes.iter_mut().for_each(|w| w.lost = true);
+            unflushed.writes.iter_mut().filter(|w| !w.flushed).for_each(|w| w.lost = true);
         }
         Ok(())
     }
@@ -101,7 +103,12 @@ impl Journal {
         match change {
             Change::SyncData { file } => {
                 if let Some(unflushed) = self.files.get_mut(&inode(&file.file)?) {
-                    unflushed.writes.retain(|w| w.lost);
+                    if unflushed.writes.iter().any(|w| w.lost) {
+                        // Undoing the lost writes must not undo what was flushed over them.
+                        unflushed.writes.iter_mut().filter(|w| !w.lost).for_each(|w| w.flushed = true);
+                    } else {
+                        unflushed.writes.clear();
+                    }
                 }
             }
             Change::SyncDir => {
@@ -155,6 +162,7 @@ impl Unflushed {
         for write in &self.writes {
             let sectors = write.new.len().div_ceil(SECTOR) as u64;
             let kept = match random.below(4) {
+                _ if write.flushed => write.new.len(),
                 0 | 1 => write.new.len(),
                 2 => (random.below(sectors + 1) as usize * SECTOR).min(write.new.len()),
                 _ => 0,

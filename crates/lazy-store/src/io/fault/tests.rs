@@ -150,6 +150,26 @@ fn t15_a_failed_flush_is_not_tried_again_and_its_bytes_are_gone() {
     }
 }
 
+#[test]
+fn what_is_flushed_over_lost_bytes_stays() {
+    for seed in 0..4 {
+        let (folder, faults) = (folder(), Faults::new(seed));
+        let dir = DurableDir::open_with_faults(folder.path(), &IoOptions::default(), &faults).unwrap();
+        let file = dir.create_file("a", Bytes(LEN)).unwrap();
+        dir.sync().unwrap();
+        write(&file, 1).unwrap();
+        faults.on_sync(0);
+        assert!(file.sync_data().is_err());
+        let again = dir.open_file("a").unwrap();
+        write(&again, 2).unwrap();
+        again.sync_data().unwrap();
+        drop((file, again, dir));
+        faults.restart().unwrap();
+        let dir = DurableDir::open(folder.path(), &IoOptions::default()).unwrap();
+        assert!(is(&read(&dir.open_file("a").unwrap()).unwrap(), 2));
+    }
+}
+
 /// Writes generation 2 to a new file, flushes it and puts it in the place of generation 1.
 fn replace(dir: &DurableDir) -> Result<(), StoreError> {
     let new = dir.create_file("new", Bytes(LEN))?;
