@@ -8,8 +8,7 @@ use std::time::Instant;
 use lazy_model::Bytes;
 use lazy_store::durable::{DurableDir, DurableFile};
 
-use crate::error::Doing;
-use crate::files::{LAYOUT_FILE, RECORD_FILE, exists, open_dir, write_bytes, write_head};
+use crate::files::{LAYOUT_FILE, RECORD_FILE, open_dir, write_bytes};
 use crate::layout::{Layout, StoreId, layout_file_bytes};
 use crate::record::{self, Committed, Record};
 use crate::ring::{Chunk, Log, Pass, Ring};
@@ -29,68 +28,45 @@ impl NvmeAdam {
         options: &AdamOptions,
         mut init: impl FnMut(usize, usize, &mut [f32]),
     ) -> Result<Self, OptimError> {
+        Self::create_in(open_dir(dir, options)?, params, options, &mut init)
+    }
+
+    pub(crate) fn create_in(
+        dir: DurableDir,
+        params: &[ParamSpec],
+        options: &AdamOptions,
+        init: &mut dyn FnMut(usize, usize, &mut [f32]),
+    ) -> Result<Self, OptimError> {
         let layout = Layout::new(params, options.bucket_elements)?;
-        let ring = Ring::new(options)?;
-        let folder = dir.to_path_buf();
-        let dir = open_dir(dir, options)?;
-        for name in [LAYOUT_FILE, RECORD_FILE] {
-            if exists(&dir, &folder, name)? {
-                return Err(OptimError::AlreadyExists { dir: folder });
-            }
+        let mut ring = Ring::new(options)?;
+        if dir.exists(LAYOUT_FILE)? || dir.exists(RECORD_FILE)? {
+            return Err(OptimError::AlreadyExists { dir: dir.path().to_path_buf() });
         }
-        let needed = NvmeAdam::bytes_on_disk(params, options)?;
-        let free = dir.free_space().doing(|| format!("asking for free space in {}", folder.display()))?;
+        let (needed, free) = (NvmeAdam::bytes_on_disk(params, options)?, dir.free_space()?);
         if needed > free {
-            return Err(OptimError::NoSpace { dir: folder, needed, free });
+            return Err(OptimError::NoSpace { dir: dir.path().to_path_buf(), needed, free });
         }
-        let mut made = Vec::new();
-        let result = seal(&folder, dir, layout, ring, &mut init, &mut made);
-        if let Err((dir, error)) = result {
-            for name in made {
-                // The first error is the one to report; a file left behind is refused by name next time.
-                let _ = dir.remove(&name);
+        let (id, mut made) = (new_id(), Vec::new());
+        match seal(&dir, &layout, &mut ring, init, &mut made, id) {
+            Ok((buckets, record_file, record)) => {
+                let (page, confirmed, latch) = (0, true, None);
+                Ok(NvmeAdam { dir, id, layout, ring, buckets, record_file, page, record, confirmed, latch })
             }
-            return Err(error);
+            Err(error) => {
+                for name in made {
+                    // The first error is the one to report; a file left behind is refused by name next time.
+                    let _ = dir.remove(&name);
+                }
+                let _ = dir.sync();
+                Err(error)
+            }
         }
-        result.map_err(|(_, error)| error)
     }
 }
 
-/// Makes all files of a new store. The names of the files made go to `made`, also on failure.
+/// Makes layout, slots, and last the record: only with it is there a store. The names of the files made go to `made`,
+/// also on failure.
 fn seal(
-    folder: &Path,
-    dir: DurableDir,
-    layout: Layout,
-    mut ring: Ring,
-    init: &mut dyn FnMut(usize, usize, &mut [f32]),
-    made: &mut Vec<String>,
-) -> Result<NvmeAdam, (DurableDir, OptimError)> {
-    let id = new_id();
-    match seal_files(folder, &dir, &layout, &mut ring, init, made, id) {
-        Err(error) => Err((dir, error)),
-        Ok((buckets, record_file, record)) => {
-            let folder = folder.to_path_buf();
-            let (page, confirmed, latch) = (0, true, None);
-            Ok(NvmeAdam {
-                folder,
-                dir,
-                id,
-                layout,
-                ring,
-                buckets,
-                record_file,
-                page,
-                record,
-                confirmed,
-                latch,
-            })
-        }
-    }
-}
-
-/// Layout, slots, folder, and last the record: only with it is there a store.
-fn seal_files(
-    folder: &Path,
     dir: &DurableDir,
     layout: &Layout,
     ring: &mut Ring,
@@ -99,14 +75,13 @@ fn seal_files(
     id: StoreId,
 ) -> Result<(Vec<Bucket>, DurableFile, Record), OptimError> {
     let mut make = |name: &str, bytes: Bytes| {
-        let file =
-            dir.create_file(name, bytes).doing(|| format!("making {}", folder.join(name).display()))?;
+        let file = dir.create_file(name, bytes)?;
         made.push(name.to_string());
         Ok::<_, OptimError>(file)
     };
     let (layout_bytes, layout_crc) = layout.encode(&id);
     let layout_file = make(LAYOUT_FILE, layout_file_bytes(layout_bytes.len()))?;
-    write_bytes(folder, LAYOUT_FILE, &layout_file, 0, &layout_bytes)?;
+    write_bytes(&layout_file, 0, &layout_bytes)?;
     let record_file = make(RECORD_FILE, record::page_bytes(layout) * 2)?;
     let mut buckets = Vec::with_capacity(layout.bucket_count());
     for (index, elements) in layout.buckets().map(|b| b.len()).enumerate() {
@@ -123,15 +98,16 @@ fn seal_files(
     for ((index, bucket), table) in buckets.iter_mut().enumerate().zip(tables) {
         let identity = Identity { id, bucket: index, generation: 0 };
         let head = SlotHead { identity, slot: 0, elements: layout.bucket(index).len(), table };
-        let head_crc = write_head(folder, &bucket.files[0], &head)?;
+        let (bytes, head_crc) = head.encode();
+        write_bytes(&bucket.files[0], 0, &bytes)?;
         committed.push(Committed { slot: 0, generation: 0, head_crc });
         bucket.table = head.table;
     }
-    dir.sync().doing(|| format!("flushing the folder {}", folder.display()))?;
+    dir.sync()?;
     let step_counts = vec![0; layout.params().len()];
     let record =
         Record { id, layout_crc, sequence: 0, buckets: committed, step_counts, groups: vec![], blob: vec![] };
-    write_bytes(folder, RECORD_FILE, &record_file, 0, &record.encode())?;
+    write_bytes(&record_file, 0, &record.encode())?;
     Ok((buckets, record_file, record))
 }
 

@@ -186,22 +186,6 @@ pub enum OptimError {
         remedy: &'static str,
     },
     /// The files could not be read or written.
-    #[error("{doing}: {source}")]
-    Store {
-        /// What was being done.
-        doing: String,
-        /// The store's error, with path, offset and sizes.
-        source: StoreError,
-    },
-}
-
-/// Says what was being done when the store failed.
-pub(crate) trait Doing<T> {
-    fn doing(self, what: impl FnOnce() -> String) -> Result<T, OptimError>;
-}
-
-impl<T> Doing<T> for Result<T, StoreError> {
-    fn doing(self, what: impl FnOnce() -> String) -> Result<T, OptimError> {
-        self.map_err(|source| OptimError::Store { doing: what(), source })
-    }
+    #[error("optimizer state: {0}")]
+    Store(#[from] StoreError),
 }

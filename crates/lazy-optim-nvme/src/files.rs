@@ -1,15 +1,13 @@
-//! Small reads and writes of whole files, and how their failures are told.
+//! Small reads and writes of durable files, and how wrong contents are told.
 
 use std::path::Path;
 
 use lazy_model::Bytes;
 use lazy_store::durable::{AlignedBuf, DurableDir, DurableFile};
 
-use crate::error::Doing;
 use crate::layout::{PAGE, StoreId};
-use crate::slot::{self, SlotHead};
 use crate::wire::Damage;
-use crate::{AdamOptions, OptimError, ring};
+use crate::{AdamOptions, OptimError};
 
 /// What the store is: parameters and cut.
 pub(crate) const LAYOUT_FILE: &str = "adam.layout";
@@ -17,9 +15,9 @@ pub(crate) const LAYOUT_FILE: &str = "adam.layout";
 /// The two record pages.
 pub(crate) const RECORD_FILE: &str = "adam.record";
 
+/// Opens a folder, and makes it if absent.
 pub(crate) fn open_dir(path: &Path, options: &AdamOptions) -> Result<DurableDir, OptimError> {
-    let dir =
-        DurableDir::open(path, &options.io).doing(|| format!("opening the folder {}", path.display()))?;
+    let dir = DurableDir::open(path, &options.io)?;
     let alignment = dir.alignment();
     if !PAGE.is_multiple_of(alignment as u64) {
         let what = format!(
@@ -31,63 +29,42 @@ pub(crate) fn open_dir(path: &Path, options: &AdamOptions) -> Result<DurableDir,
     Ok(dir)
 }
 
-pub(crate) fn exists(dir: &DurableDir, folder: &Path, name: &str) -> Result<bool, OptimError> {
-    dir.exists(name).doing(|| format!("looking for {}", folder.join(name).display()))
-}
-
-pub(crate) fn open_file(dir: &DurableDir, folder: &Path, name: &str) -> Result<DurableFile, OptimError> {
-    dir.open_file(name).doing(|| format!("opening {}", folder.join(name).display()))
-}
-
-/// Writes a slot's head and flushes the file; returns the head's checksum.
-pub(crate) fn write_head(folder: &Path, file: &DurableFile, head: &SlotHead) -> Result<u32, OptimError> {
-    let (bytes, crc) = head.encode();
-    write_bytes(folder, &slot::file_name(head.identity.bucket, head.slot), file, 0, &bytes)?;
-    Ok(crc)
-}
-
-/// Writes `bytes`, padded with zeros to whole pages, and flushes the file.
-pub(crate) fn write_bytes(
-    folder: &Path,
-    name: &str,
-    file: &DurableFile,
-    offset: u64,
-    bytes: &[u8],
-) -> Result<Bytes, OptimError> {
+/// Writes `bytes`, padded with zeros to whole pages, and flushes the file. Returns the bytes written.
+pub(crate) fn write_bytes(file: &DurableFile, offset: u64, bytes: &[u8]) -> Result<Bytes, OptimError> {
     let length = Bytes(bytes.len() as u64).align_up(PAGE);
-    let mut buffer = ring::buffer(length)?;
-    let (data, padding) = buffer.as_mut_slice().split_at_mut(bytes.len());
-    data.copy_from_slice(bytes);
-    padding.fill(0);
-    file.write_at(offset, buffer).wait().1.doing(|| format!("writing {}", folder.join(name).display()))?;
-    file.sync_data().doing(|| format!("flushing {}", folder.join(name).display()))?;
+    let mut buffer = AlignedBuf::zeroed(length)?;
+    buffer.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
+    file.write_at(offset, buffer).wait().1?;
+    file.sync_data()?;
     Ok(length)
 }
 
-pub(crate) fn read_bytes(
-    folder: &Path,
-    name: &str,
-    file: &DurableFile,
-    offset: u64,
-    length: Bytes,
-) -> Result<AlignedBuf, OptimError> {
-    let (buffer, result) = file.read_at(offset, ring::buffer(length)?).wait();
-    result.doing(|| format!("reading {}", folder.join(name).display()))?;
+/// Reads `length` bytes, a multiple of the page.
+pub(crate) fn read_bytes(file: &DurableFile, offset: u64, length: Bytes) -> Result<AlignedBuf, OptimError> {
+    let (buffer, result) = file.read_at(offset, AlignedBuf::zeroed(length)?).wait();
+    result?;
     Ok(buffer)
 }
 
-pub(crate) fn damaged(folder: &Path, name: &str, damage: Damage) -> OptimError {
-    OptimError::Damaged { path: folder.join(name), what: damage.to_string() }
+/// Refuses a file that is shorter than it was made.
+pub(crate) fn check_length(file: &DurableFile, wanted: Bytes) -> Result<(), OptimError> {
+    if file.len() < wanted {
+        return Err(wrong_file(file, "length", wanted.0.to_string(), file.len().0.to_string()));
+    }
+    Ok(())
+}
+
+pub(crate) fn damaged(file: &DurableFile, damage: Damage) -> OptimError {
+    OptimError::Damaged { path: file.path().to_path_buf(), what: damage.to_string() }
 }
 
 pub(crate) fn wrong_file(
-    folder: &Path,
-    name: &str,
+    file: &DurableFile,
     field: &'static str,
     wanted: String,
     found: String,
 ) -> OptimError {
-    OptimError::WrongFile { path: folder.join(name), field, wanted, found }
+    OptimError::WrongFile { path: file.path().to_path_buf(), field, wanted, found }
 }
 
 pub(crate) fn hex(id: &StoreId) -> String {

@@ -64,6 +64,16 @@ mod state;
 mod step;
 mod wire;
 
+#[cfg(test)]
+extern crate self as lazy_optim_nvme;
+
+#[cfg(test)]
+mod crash;
+
+#[cfg(test)]
+#[path = "../tests/common/mod.rs"]
+mod common;
+
 #[cfg(target_endian = "big")]
 compile_error!("slot files are little-endian images of memory; a big-endian build would need to swap bytes");
 

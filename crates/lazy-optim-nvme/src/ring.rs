@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use lazy_model::{Bytes, Lane, Seconds, Span};
 
-use crate::error::Doing;
 use crate::layout::{Layout, PAGE};
 use crate::slot::{BLOCK, SECTIONS, SlotShape};
 use crate::{AdamOptions, OptimError};
@@ -109,7 +108,8 @@ impl Ring {
             return Err(OptimError::Option { what: format!("chunk_bytes is {asked}; give at most {most}") });
         }
         let chunk_elements = chunk_elements(options);
-        let set = || (0..SECTIONS.len()).map(|_| buffer(Bytes(chunk_elements as u64 * 4))).collect();
+        let set =
+            || (0..SECTIONS.len()).map(|_| AlignedBuf::zeroed(Bytes(chunk_elements as u64 * 4))).collect();
         let free = (0..options.depth).map(|_| set()).collect::<Result<_, _>>()?;
         // Half of what the chunk under work leaves goes to reads, the rest to writes.
         Ok(Ring { free, chunk_elements, ahead: options.depth / 2 })
@@ -231,17 +231,17 @@ impl<P: Pass> Trip<'_, P> {
     fn land(&mut self, flight: Flight, what: &str) -> Result<Buffers, OptimError> {
         let (chunk, bytes) = (flight.chunk, flight.bytes);
         let (buffers, result) = flight.land();
-        let name = || format!("{what} bucket {} from element {}", chunk.bucket, chunk.first);
-        match result.doing(name) {
+        match result {
             Ok(Some((start, end))) => {
-                self.log.span(name(), start, end, bytes);
+                let name = format!("{what} bucket {} from element {}", chunk.bucket, chunk.first);
+                self.log.span(name, start, end, bytes);
                 *if what == "read" { &mut self.log.read } else { &mut self.log.written } += bytes;
                 Ok(buffers)
             }
             Ok(None) => Ok(buffers),
             Err(error) => {
                 self.ring.give_back(buffers);
-                Err(error)
+                Err(error.into())
             }
         }
     }
@@ -291,8 +291,4 @@ pub(crate) fn ring_bytes(options: &AdamOptions) -> Bytes {
 /// Bytes moved for `elements` of one section: the padding of the last page included, which is zero on disk.
 fn transfer_bytes(elements: usize) -> Bytes {
     Bytes(elements as u64 * 4).align_up(PAGE)
-}
-
-pub(crate) fn buffer(bytes: Bytes) -> Result<AlignedBuf, OptimError> {
-    AlignedBuf::zeroed(bytes).doing(|| format!("allocating {bytes} for transfers"))
 }

@@ -1,22 +1,20 @@
 //! The optimizer: what it holds, reading it, committing it.
 
-use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use lazy_model::Bytes;
 use lazy_store::NvmeMode;
 use lazy_store::durable::{DurableDir, DurableFile};
 
-use crate::files::{RECORD_FILE, write_bytes, write_head};
+use crate::files::write_bytes;
 use crate::layout::{Layout, StoreId, layout_file_bytes};
 use crate::record::{self, Record};
 use crate::ring::{self, Chunk, Log, Pass, Ring};
-use crate::slot::{self, BLOCK, BlockSums, Identity, SECTIONS, SlotHead, SlotShape};
+use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotHead, SlotShape};
 use crate::{AdamOptions, OptimError, ParamSpec, StatePart};
 
 /// Adam and AdamW with main weights and moments in slot files. See the [crate] page.
 pub struct NvmeAdam {
-    pub(crate) folder: PathBuf,
     pub(crate) dir: DurableDir,
     pub(crate) id: StoreId,
     pub(crate) layout: Layout,
@@ -50,7 +48,7 @@ pub(crate) struct Bucket {
 impl std::fmt::Debug for NvmeAdam {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("NvmeAdam")
-            .field("folder", &self.folder)
+            .field("folder", &self.dir)
             .field("sequence", &self.record.sequence)
             .field("buckets", &self.buckets.len())
             .finish_non_exhaustive()
@@ -77,8 +75,8 @@ impl NvmeAdam {
         self.check_latch(|latch| latch.reopen)?;
         let all: Vec<usize> = (0..self.buckets.len()).collect();
         let chunks = self.ring.chunks(&self.layout, &all);
-        let (folder, layout, buckets, id) = (&self.folder, &self.layout, &self.buckets, self.id);
-        let mut pass = ReadState::<READS> { folder, layout, buckets, id, state };
+        let (layout, buckets, id) = (&self.layout, &self.buckets, self.id);
+        let mut pass = ReadState::<READS> { layout, buckets, id, state };
         self.ring.run(&self.layout, chunks, &mut pass, &mut Log::new(Instant::now()))?;
         self.latch = None;
         Ok(())
@@ -161,7 +159,9 @@ impl NvmeAdam {
             let identity = Identity { id: self.id, bucket: *index, generation };
             let elements = self.layout.bucket(*index).len();
             let head = SlotHead { identity, slot, elements, table: table.clone() };
-            crcs.push(write_head(&self.folder, &bucket.files[slot], &head)?);
+            let (bytes, crc) = head.encode();
+            write_bytes(&bucket.files[slot], 0, &bytes)?;
+            crcs.push(crc);
         }
         Ok(crcs)
     }
@@ -176,13 +176,12 @@ impl NvmeAdam {
 
     fn write_record(&self, record: &Record, page: u64) -> Result<Bytes, OptimError> {
         let offset = page * record::page_bytes(&self.layout).0;
-        write_bytes(&self.folder, RECORD_FILE, &self.record_file, offset, &record.encode())
+        write_bytes(&self.record_file, offset, &record.encode())
     }
 }
 
 /// Reads the first `READS` sections of the committed state.
 struct ReadState<'a, const READS: usize> {
-    folder: &'a Path,
     layout: &'a Layout,
     buckets: &'a [Bucket],
     id: StoreId,
@@ -210,7 +209,7 @@ impl<const N: usize> Pass for ReadState<'_, N> {
             for (i, data) in data.chunks(BLOCK).enumerate() {
                 let block = chunk.first / BLOCK + i;
                 if identity.sum(block, section, bytemuck::cast_slice(data)) != bucket.table[block][section] {
-                    return Err(bad_block(self.folder, self.layout, bucket, chunk.bucket, block, section));
+                    return Err(bad_block(self.layout, bucket, chunk.bucket, block, section));
                 }
             }
         }
@@ -226,7 +225,6 @@ impl<const N: usize> Pass for ReadState<'_, N> {
 
 /// The error for a block of a committed slot that does not match its checksum.
 pub(crate) fn bad_block(
-    folder: &Path,
     layout: &Layout,
     bucket: &Bucket,
     index: usize,
@@ -235,7 +233,7 @@ pub(crate) fn bad_block(
 ) -> OptimError {
     let first = block * BLOCK;
     OptimError::Checksum {
-        path: folder.join(slot::file_name(index, bucket.live)),
+        path: bucket.files[bucket.live].path().to_path_buf(),
         bucket: index,
         section: SECTIONS[section],
         first,

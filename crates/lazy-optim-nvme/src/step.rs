@@ -1,6 +1,5 @@
 //! One step: check, norm, update through the ring, commit.
 
-use std::path::Path;
 use std::time::Instant;
 
 use lazy_model::{Bytes, Seconds};
@@ -115,7 +114,6 @@ impl NvmeAdam {
             .filter(|b| self.layout.segments(self.layout.bucket(*b)).any(|s| grads[s.param].is_some()))
             .collect();
         let update = Update {
-            folder: &self.folder,
             layout: &self.layout,
             buckets: &self.buckets,
             id: self.id,
@@ -220,7 +218,6 @@ fn elapsed(from: Instant, to: Instant) -> Seconds {
 
 /// The update of one step.
 struct Update<'a> {
-    folder: &'a Path,
     layout: &'a Layout,
     buckets: &'a [Bucket],
     id: StoreId,
@@ -286,7 +283,7 @@ impl Update<'_> {
         let identity = Identity { id: self.id, bucket: index, generation: bucket.generation };
         let found = identity.sums(block, [main, avg, sq]);
         if let Some(section) = (0..SECTIONS.len()).find(|s| found[*s] != bucket.table[block][*s]) {
-            return Err(bad_block(self.folder, self.layout, bucket, index, block, section));
+            return Err(bad_block(self.layout, bucket, index, block, section));
         }
         let start = self.layout.bucket(index).start + block * BLOCK;
         for segment in self.layout.segments(start..start + main.len()) {

@@ -57,7 +57,7 @@ fn stopping_and_opening_again_changes_no_bit() {
     // The chunk size and the depth are free to change.
     let mut adam = NvmeAdam::open(dir.path(), &params, &cut(30_000, 128, 2)).unwrap();
     assert_eq!(adam.sequence(), 5);
-    assert_eq!(adam.blob(), 5usize.to_le_bytes());
+    assert_eq!(adam.blob(), common::blob(5));
     assert_eq!(adam.step_counts(), [5; 6]);
     (6..=10).for_each(|t| take_step(&mut adam, &params, t).unwrap());
     assert!(state(&mut adam, &params) == straight);

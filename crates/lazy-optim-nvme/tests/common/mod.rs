@@ -51,10 +51,15 @@ pub(crate) fn all(grads: &[Vec<f32>]) -> Vec<Option<&[f32]>> {
     grads.iter().map(|g| Some(g.as_slice())).collect()
 }
 
-/// Step number `step` with clipping on and the step number as blob.
+/// The blob that [`take_step`] commits, long enough for a record of several sectors.
+pub(crate) fn blob(step: usize) -> Vec<u8> {
+    step.to_le_bytes().repeat(300)
+}
+
+/// Step number `step` with clipping on.
 pub(crate) fn take_step(adam: &mut NvmeAdam, params: &[ParamSpec], step: usize) -> Result<(), OptimError> {
     let group = GroupOptions { lr: 0.01 / step as f64, ..GroupOptions::default() };
-    let blob = step.to_le_bytes();
+    let blob = blob(step);
     let input =
         StepInput { groups: &[group], max_norm: Some(1.0), scale: 2.0, blob: &blob, ..StepInput::default() };
     let grads = grads(params, step);
