@@ -5,8 +5,8 @@
 use std::fs;
 use std::path::Path;
 
-use lazy_model::{Bytes, CostChain, Seconds, evaluate};
-use lazy_solver::{Solution, SolveOptions, SolverError, Status, solve};
+use lazy_model::{Bytes, CostChain, Seconds, Tier, evaluate};
+use lazy_solver::{Remedy, Solution, SolveOptions, SolverError, Status, explain, solve};
 
 fn given(name: &str) -> CostChain {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/given/{name}.json"));
@@ -107,4 +107,48 @@ fn chains_built_wrongly_in_code_are_refused() {
     chain.boundary_bytes.pop();
     let error = solve(&chain, &SolveOptions::default()).unwrap_err();
     assert!(error.to_string().contains("boundary_bytes"), "{error}");
+}
+
+#[test]
+fn an_infeasible_chain_names_the_smallest_budgets_that_work() {
+    // Boundaries of 5, 1, 1, 1, 5 MiB, blocks of up to 4 layers, 4 MiB in every tier: both ends must be saved.
+    let chain = given("infeasible_budget");
+    let remedies = explain(&chain, &SolveOptions::default()).unwrap();
+    // Each tier alone: both ends (10 MiB) have to go there, since neither fits elsewhere.
+    let budget = Bytes::from_mib(4);
+    let smallest = Bytes::from_mib(10);
+    let expected = [Tier::Hbm, Tier::Host, Tier::Nvme].map(|tier| Remedy::Budget { tier, budget, smallest });
+    assert_eq!(remedies, expected);
+    for tier in [0, 1, 2] {
+        for (bytes, status) in [(smallest, Status::Optimal), (smallest - Bytes(1), Status::Infeasible)] {
+            let mut changed = chain.clone();
+            *[&mut changed.gpu_budget_bytes, &mut changed.cpu_budget_bytes, &mut changed.nvme_budget_bytes]
+                [tier] = bytes;
+            assert_eq!(solved(&changed).status, status);
+        }
+    }
+}
+
+#[test]
+fn block_limits_and_locks_are_named_when_they_bind() {
+    // 64 boundaries of 0.7 GiB beside room for 5: blocks of 16 layers.
+    let mut chain = given("doc_no_nvme");
+    let size = chain.boundary_bytes[0];
+    (chain.gpu_budget_bytes, chain.cpu_budget_bytes) = (size * 5, Bytes::ZERO);
+    chain.nvme_budget_bytes = Bytes::ZERO;
+    let remedies = explain(&chain, &SolveOptions::default()).unwrap();
+    assert!(remedies.contains(&Remedy::SegmentLayers { limit: 4, smallest: 16 }), "{remedies:?}");
+    assert!(
+        remedies.contains(&Remedy::Budget { tier: Tier::Hbm, budget: size * 5, smallest: size * 17 }),
+        "{remedies:?}"
+    );
+
+    let mut chain = given("doc_cpu15_locked");
+    chain.gpu_budget_bytes = size * 29;
+    assert_eq!(solved(&chain).status, Status::Infeasible);
+    let remedies = explain(&chain, &SolveOptions::default()).unwrap();
+    assert_eq!(
+        remedies,
+        [Remedy::Budget { tier: Tier::Hbm, budget: size * 29, smallest: size * 30 }, Remedy::Unlock]
+    );
 }

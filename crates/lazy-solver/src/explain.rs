@@ -1,0 +1,132 @@
+//! Why a chain has no placement, and what alone would help.
+
+use std::fmt;
+use std::time::Instant;
+
+use lazy_model::{Bytes, CostChain, Pool, Tier};
+
+use crate::error::SolverError;
+use crate::problem::Goal;
+use crate::solve::{Found, SolveOptions, check, deadline, search};
+
+/// One change that makes an infeasible chain feasible, everything else left as it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Remedy {
+    /// A larger budget.
+    Budget {
+        /// The tier.
+        tier: Tier,
+        /// What it is.
+        budget: Bytes,
+        /// The least that suffices.
+        smallest: Bytes,
+    },
+    /// Longer blocks.
+    SegmentLayers {
+        /// What the limit is.
+        limit: usize,
+        /// The least that suffices.
+        smallest: usize,
+    },
+    /// Removing the locks.
+    Unlock,
+    /// A link that must carry something and has no bandwidth.
+    Rate {
+        /// The pool.
+        pool: Pool,
+    },
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Remedy::Budget { tier, budget, smallest } => write!(
+                f,
+                "raise the {tier} budget from {} to at least {} bytes ({smallest})",
+                budget.get(),
+                smallest.get()
+            ),
+            Remedy::SegmentLayers { limit, smallest } => {
+                write!(f, "allow blocks of {smallest} layers (max_segment_layers is {limit})")
+            }
+            Remedy::Unlock => write!(f, "remove the locks: without them a placement exists"),
+            Remedy::Rate { pool } => {
+                write!(f, "give {} a rate above zero: every step must move bytes over it", pool.name())
+            }
+        }
+    }
+}
+
+/// Finds, for an infeasible chain, each single change that would make it feasible: the smallest sufficient value of each budget and
+/// of the block limit, and whether the locks are to blame. Empty when no single change helps (or the time limit came first).
+///
+/// # Errors
+/// As [`solve`](crate::solve()).
+pub fn explain(chain: &CostChain, options: &SolveOptions) -> Result<Vec<Remedy>, SolverError> {
+    check(chain)?;
+    let deadline = deadline(Instant::now(), options)?;
+    let silent = silent_links(chain);
+    if !silent.is_empty() {
+        return Ok(silent);
+    }
+    let mut remedies = Vec::new();
+    for (tier, budget) in [
+        (Tier::Hbm, chain.gpu_budget_bytes),
+        (Tier::Host, chain.cpu_budget_bytes),
+        (Tier::Nvme, chain.nvme_budget_bytes),
+    ] {
+        if let Some(smallest) = least_bytes(chain, tier, deadline).filter(|s| *s > budget) {
+            remedies.push(Remedy::Budget { tier, budget, smallest });
+        }
+    }
+    let limit = chain.max_segment_layers;
+    if let Some(smallest) = least_segment(chain, deadline) {
+        remedies.push(Remedy::SegmentLayers { limit, smallest });
+    }
+    if chain.locks.is_some() && feasible(&CostChain { locks: None, ..chain.clone() }, deadline) {
+        remedies.push(Remedy::Unlock);
+    }
+    Ok(remedies)
+}
+
+fn silent_links(chain: &CostChain) -> Vec<Remedy> {
+    [
+        (Pool::D2h, chain.d2h_bytes_per_s, &chain.grad_d2h_bytes),
+        (Pool::H2d, chain.h2d_bytes_per_s, &chain.param_h2d_bytes),
+    ]
+    .into_iter()
+    .filter(|(_, rate, mandatory)| rate.get() == 0.0 && mandatory.iter().any(|m| m.get() > 0))
+    .map(|(pool, ..)| Remedy::Rate { pool })
+    .collect()
+}
+
+/// The fewest bytes in `tier` with which some placement keeps all other rules.
+fn least_bytes(chain: &CostChain, tier: Tier, deadline: Option<Instant>) -> Option<Bytes> {
+    match search(chain, Goal::BytesIn(tier), deadline) {
+        Found::Plan { evaluation, .. } => Some(match tier {
+            Tier::Hbm => evaluation.bytes.hbm,
+            Tier::Host => evaluation.bytes.host,
+            Tier::Nvme => evaluation.bytes.nvme,
+        }),
+        _ => None,
+    }
+}
+
+fn feasible(chain: &CostChain, deadline: Option<Instant>) -> bool {
+    least_bytes(chain, Tier::Hbm, deadline).is_some_and(|bytes| bytes <= chain.gpu_budget_bytes)
+}
+
+/// The smallest block limit above the chain's own that suffices, by bisection: a longer limit allows all that a shorter one does.
+fn least_segment(chain: &CostChain, deadline: Option<Instant>) -> Option<usize> {
+    let suffices = |limit| feasible(&CostChain { max_segment_layers: limit, ..chain.clone() }, deadline);
+    let (mut short, mut enough) = (chain.max_segment_layers, chain.layers);
+    if enough <= short || !suffices(enough) {
+        return None;
+    }
+    while enough - short > 1 {
+        let middle = short + (enough - short) / 2;
+        if suffices(middle) { enough = middle } else { short = middle }
+    }
+    Some(enough)
+}
