@@ -128,8 +128,21 @@ impl RunDir {
 impl Drop for RunDir {
     fn drop(&mut self) {
         // Under the lock. What cannot be removed now, a sweep removes once the lock is gone.
-        let _ = std::fs::remove_dir_all(&self.path);
+        let _ = remove_run(&self.path);
     }
+}
+
+/// Removes a run folder, its lock file last: so what is left if this is cut short can still be told for a dead run's.
+fn remove_run(path: &Path) -> io::Result<()> {
+    for entry in std::fs::read_dir(path)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            std::fs::remove_dir_all(entry.path())?;
+        } else if entry.file_name() != LOCK {
+            std::fs::remove_file(entry.path())?;
+        }
+    }
+    std::fs::remove_dir_all(path)
 }
 
 fn lock_file(dir: &Path, owner: &Owner) -> Result<File, StoreError> {
@@ -168,7 +181,7 @@ pub fn sweep(root: &Path) -> Result<SweepReport, StoreError> {
         }
         let path = root.join(name);
         match examine(&path, local, &this) {
-            Ok(Verdict::Dead(lock)) => match std::fs::remove_dir_all(&path) {
+            Ok(Verdict::Dead(lock)) => match remove_run(&path) {
                 Ok(()) => {
                     drop(lock);
                     report.removed.push(path);

@@ -55,9 +55,17 @@ impl Spill {
             Ok::<_, StoreError>(Mutex::new(Direction { queue: wrap(queue), bounce }))
         };
         let (writer, reader) = (direction()?, direction()?);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let path = options.dir.join(format!("spill-{}-{count}", std::process::id()));
-        let file = create(&path, options.bytes.align_up(mode.alignment as u64), mode.direct)?;
+        let len = options.bytes.align_up(mode.alignment as u64);
+        let (file, path) = loop {
+            let count = COUNT.fetch_add(1, Ordering::Relaxed);
+            let path = options.dir.join(format!("spill-{}-{count}", std::process::id()));
+            match create(&path, len, mode.direct) {
+                // Left by a killed process of our number.
+                Err(StoreError::Exists { .. }) => {}
+                Err(error) => return Err(error),
+                Ok(file) => break (file, path),
+            }
+        };
         let file = OpenFile { file, path, granularity: mode.granularity };
         Ok(Spill { file, mode, writer, reader, removed: AtomicBool::new(false) })
     }
