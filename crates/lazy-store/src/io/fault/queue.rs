@@ -11,6 +11,9 @@ use super::super::{Done, Op, Queue, Request};
 use super::{Fault, Faults};
 use crate::buffer::AlignedBuf;
 
+/// Direct requests can be cut at multiples of this on all file systems that tests run on.
+const BLOCK: usize = 4096;
+
 pub(crate) struct FaultQueue {
     inner: Box<dyn Queue>,
     faults: Faults,
@@ -82,7 +85,7 @@ impl Queue for FaultQueue {
         self.inner.depth()
     }
 
-    unsafe fn start(&mut self, request: Request<'_>) -> io::Result<()> {
+    unsafe fn start(&mut self, mut request: Request<'_>) -> io::Result<()> {
         let Request { tag, op, start, offset, .. } = request;
         let fault = self.faults.lock().decide(op, offset, request.len)?;
         let failed = match fault {
@@ -95,6 +98,10 @@ impl Queue for FaultQueue {
         if let Some(error) = failed {
             self.held.push(Done { tag, result: Err(error) });
             return Ok(());
+        }
+        if let Some(Fault::Short(most)) = fault {
+            // What is not reported is not moved either, as far as a direct request can be cut.
+            request.len = most.max(1).next_multiple_of(BLOCK).min(request.len);
         }
         let before = self.before(&request)?;
         // SAFETY: the caller's promise is passed on: `wait` reports the completion after the inner queue has.
