@@ -48,6 +48,15 @@ impl ExposedSeconds {
     }
 }
 
+impl std::ops::AddAssign for ExposedSeconds {
+    fn add_assign(&mut self, other: Self) {
+        self.d2h += other.d2h;
+        self.h2d += other.h2d;
+        self.nvme_write += other.nvme_write;
+        self.nvme_read += other.nvme_read;
+    }
+}
+
 /// What the planner promises of one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -135,7 +135,8 @@ impl TierBytes {
         }
     }
 
-    fn get_mut(&mut self, tier: Tier) -> &mut Bytes {
+    /// The entry of one tier, to change.
+    pub const fn get_mut(&mut self, tier: Tier) -> &mut Bytes {
         match tier {
             Tier::Hbm => &mut self.hbm,
             Tier::Host => &mut self.host,

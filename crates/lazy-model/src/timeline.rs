@@ -122,8 +122,13 @@ impl Timeline {
     /// belongs to that transfer's link; before that, to whatever the transfer itself was waiting for, be it a transfer on
     /// another link or the one before it on its own.
     pub fn exposed(&self) -> ExposedSeconds {
+        self.exposed_since(Seconds::ZERO)
+    }
+
+    /// The same for a pass whose first task could start at `start`.
+    pub fn exposed_since(&self, start: Seconds) -> ExposedSeconds {
         let mut exposed = ExposedSeconds::default();
-        for wait in self.exposed_waits() {
+        for wait in self.exposed_waits(start) {
             let entry = match wait.lane {
                 Lane::D2h => &mut exposed.d2h,
                 Lane::H2d => &mut exposed.h2d,
@@ -136,8 +141,8 @@ impl Timeline {
         exposed
     }
 
-    /// The pieces that [`Timeline::exposed`] adds up: which transfer the compute lane waited for, and how long.
-    pub fn exposed_waits(&self) -> Vec<ExposedWait> {
+    /// The pieces that [`Timeline::exposed_since`] adds up: which transfer the compute lane waited for, and how long.
+    pub fn exposed_waits(&self, start: Seconds) -> Vec<ExposedWait> {
         let mut before: Vec<Option<usize>> = Vec::with_capacity(self.spans.len());
         let mut last = [None; Lane::ALL.len()];
         for (index, span) in self.spans.iter().enumerate() {
@@ -149,7 +154,7 @@ impl Timeline {
             if span.lane != Lane::Compute {
                 continue;
             }
-            let idle_from = before[index].map_or(Seconds::ZERO, |b| self.spans[b].end);
+            let idle_from = before[index].map_or(start, |b| self.spans[b].end);
             let mut cursor = span.start;
             let mut cause = span.blocked_on;
             while let Some(at) = cause {

@@ -1,0 +1,171 @@
+//! Layers written with candle, on the CPU in float32.
+//!
+//! A [`CandleLayer`] wraps a function from tensor to tensor and the variables it uses. Its internals are the autograd graph candle
+//! builds, so they live on the heap, hold a copy of the input, and are declared by the caller as a number of bytes.
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Storage, Tensor, Var};
+use lazy_model::Bytes;
+
+use crate::gradients::Gradients;
+use crate::layer::{Context, Layer, LayerError, Saved};
+
+type Forward = dyn Fn(&Context, &Tensor) -> Result<Tensor, LayerError> + Send + Sync;
+
+/// A parameter of a [`CandleLayer`].
+#[derive(Clone)]
+pub struct Parameter {
+    /// Its number among the buffers of [`Gradients`].
+    pub number: usize,
+    /// Its name, for messages.
+    pub name: String,
+    /// The variable.
+    pub variable: Var,
+}
+
+/// A layer given by a candle function. Input and output have the same shape.
+pub struct CandleLayer {
+    shape: Shape,
+    forward: Box<Forward>,
+    parameters: Vec<Parameter>,
+    gradients: Arc<Gradients>,
+    saved_bytes: Bytes,
+}
+
+/// The autograd graph of one forward.
+struct Graph {
+    input: Var,
+    output: Tensor,
+}
+
+impl CandleLayer {
+    /// `forward` computes the layer from its input of shape `shape`; the gradient of each of `parameters` is added to `gradients`.
+    /// `saved_bytes` is what the graph of one forward keeps alive, its copy of the input included.
+    ///
+    /// The input is a variable when gradients are wanted and a plain tensor when not.
+    pub fn new(
+        shape: impl Into<Shape>,
+        forward: impl Fn(&Context, &Tensor) -> Result<Tensor, LayerError> + Send + Sync + 'static,
+        parameters: Vec<Parameter>,
+        gradients: Arc<Gradients>,
+        saved_bytes: Bytes,
+    ) -> Self {
+        CandleLayer { shape: shape.into(), forward: Box::new(forward), parameters, gradients, saved_bytes }
+    }
+}
+
+impl Layer for CandleLayer {
+    fn output_bytes(&self) -> Bytes {
+        Bytes(4 * self.shape.elem_count() as u64)
+    }
+
+    fn saved_bytes(&self) -> Bytes {
+        self.saved_bytes
+    }
+
+    fn forward(
+        &self,
+        cx: &Context,
+        x: &[u8],
+        out: Option<&mut [u8]>,
+        save: bool,
+    ) -> Result<Option<Saved>, LayerError> {
+        let x = tensor(x, &self.shape)?;
+        if !save {
+            let y = (self.forward)(cx, &x)?;
+            if let Some(out) = out {
+                write(&y, out)?;
+            }
+            return Ok(None);
+        }
+        // The boundary must be a variable: candle computes no gradient for a plain tensor, and says nothing.
+        let input = Var::from_tensor(&x)?;
+        drop(x);
+        let output = (self.forward)(cx, input.as_tensor())?;
+        if let Some(out) = out {
+            write(&output, out)?;
+        }
+        Ok(Some(Saved::new(Graph { input, output })))
+    }
+
+    fn backward(
+        &self,
+        _cx: &Context,
+        _x: &[u8],
+        saved: Saved,
+        dy: &[u8],
+        dx: &mut [u8],
+    ) -> Result<(), LayerError> {
+        let Graph { input, output } = saved.take()?;
+        let root = output.apply_op1(Seed { dy: tensor(dy, &self.shape)? })?;
+        drop(output);
+        let mut grads = root.backward()?;
+        drop(root);
+        let missing =
+            |what: &str| format!("{what} got no gradient: an operation on its way has no backward in candle");
+        for Parameter { number, name, variable } in &self.parameters {
+            let gradient = grads.remove(variable).ok_or_else(|| missing(name))?;
+            read(&gradient, |values| self.gradients.add(*number, values))??;
+        }
+        write(&grads.remove(&input).ok_or_else(|| missing("the layer's input"))?, dx)
+    }
+}
+
+/// Starts candle's backward from a given gradient: the scalar `sum(y * dy)` as far as gradients can tell, without computing it.
+struct Seed {
+    dy: Tensor,
+}
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(self.dy.clone()))
+    }
+}
+
+/// A tensor with a copy of the bytes of a float32 boundary.
+///
+/// # Errors
+/// When the number of bytes does not fit the shape.
+pub fn tensor(bytes: &[u8], shape: &Shape) -> Result<Tensor, LayerError> {
+    let values: &[f32] = bytemuck::try_cast_slice(bytes)
+        .map_err(|e| format!("a boundary of {} bytes is not float32: {e}", bytes.len()))?;
+    Ok(Tensor::from_slice(values, shape.clone(), &Device::Cpu)?)
+}
+
+/// Copies the values of a tensor into a float32 boundary.
+///
+/// # Errors
+/// When the number of elements differs or the tensor is not float32 on the CPU.
+pub fn write(tensor: &Tensor, out: &mut [u8]) -> Result<(), LayerError> {
+    read(tensor, |values| {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        if bytes.len() != out.len() {
+            return Err(format!("a boundary of {} bytes was to hold {} bytes", out.len(), bytes.len()));
+        }
+        out.copy_from_slice(bytes);
+        Ok(())
+    })??;
+    Ok(())
+}
+
+/// Calls `then` with the values of a float32 tensor on the CPU, in row-major order.
+///
+/// # Errors
+/// When the tensor is not float32 on the CPU.
+pub fn read<R>(tensor: &Tensor, then: impl FnOnce(&[f32]) -> R) -> Result<R, LayerError> {
+    let tensor = tensor.contiguous()?;
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { return Err("the tensor is not on the CPU".into()) };
+    let values = storage.as_slice::<f32>()?;
+    let start = layout.start_offset();
+    Ok(then(&values[start..start + layout.shape().elem_count()]))
+}
