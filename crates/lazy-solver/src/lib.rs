@@ -36,6 +36,7 @@ mod explain;
 mod mip;
 mod problem;
 mod solve;
+pub mod step;
 
 pub use error::SolverError;
 pub use explain::{Remedy, explain};

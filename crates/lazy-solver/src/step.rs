@@ -1,0 +1,193 @@
+//! A whole step: from sizes, costs and caps to a verified schedule.
+//!
+//! A chain counts boundaries between forward and backward as a simple sum. What else HBM and host RAM hold during a step
+//! (gradients of boundaries, transfers in flight, recomputed boundaries, staging) depends on the plan. So the chain is first given
+//! all the room the caps leave; the operations of its optimum are laid out and verified, and where they overflow, the chain's
+//! budget shrinks by the overflow and is solved again.
+
+use lazy_model::schedule::{Execution, SCHEDULE_VERSION, SolveRecord, shape_hash};
+use lazy_model::{Bytes, Schedule, StepProblem, Tier, TierBytes, Verified, VerifyError};
+
+use crate::error::SolverError;
+use crate::solve::{Solution, SolveOptions, Status, solve};
+
+/// Read-ahead distances that are tried when none is asked for, in blocks.
+const DISTANCES: [usize; 5] = [0, 1, 2, 3, 4];
+/// Rounds of shrinking a budget. Each takes at least one boundary out of a tier, and few are ever needed.
+const MOST_ROUNDS: usize = 32;
+/// A longer read-ahead must save this share of the step to be worth its memory.
+const WORTH_IT: f64 = 1e-4;
+
+/// How to plan a step.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepOptions {
+    /// How to solve each chain.
+    pub solve: SolveOptions,
+    /// Blocks to read ahead; `None`: as many as the time line says are worth their memory.
+    pub prefetch: Option<usize>,
+}
+
+/// A step's schedule, and everything that was found on the way.
+#[derive(Clone, Debug)]
+pub struct StepSolution {
+    /// The schedule, its promise filled in.
+    pub schedule: Schedule,
+    /// Its operations and their simulated time line.
+    pub verified: Verified,
+    /// The solver's answer for the last chain.
+    pub solution: Solution,
+    /// That chain.
+    pub chain: lazy_model::CostChain,
+}
+
+/// Why a step has no schedule.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StepFailure {
+    /// A chain was refused.
+    #[error(transparent)]
+    Solver(#[from] SolverError),
+    /// A tier's cap does not even hold what is there whatever goes where.
+    #[error(
+        "the {tier} cap is {budget}, but {fixed} of it are needed before any boundary is placed: raise it (`--{tier}-mib`, \
+         `--{tier}-gib`) or make batch or sequence smaller"
+    )]
+    Fixed {
+        /// The tier.
+        tier: Tier,
+        /// Its cap.
+        budget: Bytes,
+        /// What is needed regardless.
+        fixed: Bytes,
+    },
+    /// No placement fits the caps.
+    #[error(
+        "no placement fits: {hbm} of HBM, {host} of host RAM and {nvme} of NVMe are left for boundaries of up to {boundary} with at \
+         most {max_segment} layers a block: raise --hbm-mib, --host-mib or --nvme-mib, or make batch or sequence smaller"
+    )]
+    Infeasible {
+        /// Room for boundaries in HBM.
+        hbm: Bytes,
+        /// In host RAM.
+        host: Bytes,
+        /// On NVMe.
+        nvme: Bytes,
+        /// The largest boundary.
+        boundary: Bytes,
+        /// Most layers in a block.
+        max_segment: usize,
+    },
+    /// The time limit came first.
+    #[error("no plan was found within the time limit: raise it, or use `--plan checkpoint`")]
+    NoIncumbent,
+    /// The solver failed.
+    #[error("the solver failed: {0}; try `--plan checkpoint`")]
+    Failed(String),
+    /// The plan does not verify.
+    #[error(transparent)]
+    Verify(#[from] VerifyError),
+}
+
+/// Finds the schedule of a step under its caps.
+///
+/// # Errors
+/// See [`StepFailure`].
+pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSolution, StepFailure> {
+    let mut room = TierBytes::default();
+    for tier in Tier::ALL {
+        let (budget, fixed) = (problem.budgets.get(tier), problem.fixed.get(tier));
+        if budget < fixed {
+            return Err(StepFailure::Fixed { tier, budget, fixed });
+        }
+        *room.get_mut(tier) = budget - fixed;
+    }
+    let mut overflow = None;
+    for _ in 0..MOST_ROUNDS {
+        let chain = problem.chain(room);
+        let solution = solve(&chain, &options.solve)?;
+        let Some(placement) = &solution.placement else {
+            return Err(no_placement(problem, &solution, room));
+        };
+        let bare = Schedule {
+            version: SCHEDULE_VERSION,
+            layers: chain.layers,
+            placement: placement.clone(),
+            keep: vec![false; chain.layers],
+            execution: Execution::default(),
+            shape_hash: shape_hash(&problem.boundary_bytes),
+            chain_hash: chain.hash(),
+            solve: SolveRecord {
+                status: solution.status.name().into(),
+                method: solution.method.name().into(),
+                solver: "cbc".into(),
+                objective_ms: solution.objective_ms,
+                bound_ms: solution.bound_ms,
+                solve_s: solution.solve,
+            },
+            promise: None,
+        };
+        match best_distance(problem, &bare, options.prefetch) {
+            Ok((schedule, verified)) => return Ok(StepSolution { schedule, verified, solution, chain }),
+            Err(VerifyError::OverBudget { tier, needed, budget, fixed }) => {
+                let smaller = room.get(tier).saturating_sub(needed - budget);
+                if tier == Tier::Nvme || smaller == Bytes::ZERO {
+                    return Err(VerifyError::OverBudget { tier, needed, budget, fixed }.into());
+                }
+                *room.get_mut(tier) = smaller;
+                overflow = Some(VerifyError::OverBudget { tier, needed, budget, fixed });
+            }
+            Err(other) => return Err(other.into()),
+        }
+    }
+    Err(overflow.map_or(StepFailure::NoIncumbent, StepFailure::Verify))
+}
+
+/// Verifies `schedule` with the read-ahead asked for, or with the shortest one that is worth it; fills in the promise.
+///
+/// # Errors
+/// What the schedule breaks, at the distance that needs least.
+pub fn best_distance(
+    problem: &StepProblem,
+    schedule: &Schedule,
+    prefetch: Option<usize>,
+) -> Result<(Schedule, Verified), VerifyError> {
+    let distances = prefetch.map_or(DISTANCES.to_vec(), |d| vec![d]);
+    let mut best: Option<(Schedule, Verified)> = None;
+    let mut refused = None;
+    for distance in distances {
+        let mut tried = schedule.clone();
+        tried.execution.prefetch = distance;
+        match problem.verify(&tried) {
+            Ok(verified) => {
+                tried.promise = Some(verified.promise);
+                let better = best.as_ref().is_none_or(|(_, b)| {
+                    verified.promise.step_s.get() < b.promise.step_s.get() * (1.0 - WORTH_IT)
+                });
+                if better {
+                    best = Some((tried, verified));
+                }
+            }
+            Err(error) => refused = refused.or(Some(error)),
+        }
+    }
+    match (best, refused) {
+        (Some(best), _) => Ok(best),
+        (None, Some(error)) => Err(error),
+        // The list of distances is never empty.
+        (None, None) => problem.verify(schedule).map(|v| (schedule.clone(), v)),
+    }
+}
+
+fn no_placement(problem: &StepProblem, solution: &Solution, room: TierBytes) -> StepFailure {
+    match solution.status {
+        Status::NoIncumbent => StepFailure::NoIncumbent,
+        Status::Failed => StepFailure::Failed(solution.message.clone().unwrap_or_default()),
+        Status::Infeasible | Status::Optimal | Status::Feasible => StepFailure::Infeasible {
+            hbm: room.hbm,
+            host: room.host,
+            nvme: room.nvme,
+            boundary: problem.boundary_bytes.iter().copied().max().unwrap_or_default(),
+            max_segment: problem.max_segment,
+        },
+    }
+}
