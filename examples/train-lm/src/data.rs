@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use sha2::{Digest, Sha256};
+
 use crate::random::Stream;
 
 /// What is read from folders; files that are named themselves may have any name.
@@ -81,6 +83,11 @@ impl Corpus {
     #[expect(clippy::len_without_is_empty, reason = "a corpus holds at least one byte")]
     pub fn len(&self) -> usize {
         self.bytes.len()
+    }
+
+    /// SHA-256 of the text, in hex.
+    pub fn hash(&self) -> String {
+        Sha256::digest(&self.bytes).iter().map(|b| format!("{b:02x}")).collect()
     }
 
     /// Entropy of the distribution of single bytes, in nats: the mean loss of the best prediction that does not look

@@ -1,6 +1,17 @@
-//! A Qwen3-style language-model trainer on the lazy crates.
+//! A Qwen3-style language-model trainer on the lazy crates: the downstream program that uses all of them.
 
+pub mod console;
 pub mod data;
 pub mod decoder;
 pub mod dropout;
+pub mod error;
+pub mod export;
+pub mod metrics;
+pub mod model;
+pub mod planning;
+pub mod probe;
 pub mod random;
+pub mod report;
+pub mod run_folder;
+pub mod settings;
+pub mod train;

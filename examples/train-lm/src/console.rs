@@ -1,0 +1,145 @@
+//! What a person sees while a run goes on: all of it on standard error.
+
+use std::io::IsTerminal;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lazy_model::{Placement, StepProblem, Tier, TierBytes};
+
+use crate::metrics::StepMetrics;
+use crate::planning::Chosen;
+use crate::run_folder::RunFolder;
+use crate::train::Summary;
+
+/// Where there is no terminal, a line is written every so many steps.
+const QUIET_INTERVAL: u64 = 20;
+
+/// The terminal, or a log.
+pub struct Console {
+    bar: ProgressBar,
+    terminal: bool,
+    json: bool,
+}
+
+impl Console {
+    /// With `json`, standard output is left to the one object that the program writes at the end.
+    pub fn new(json: bool) -> Self {
+        Console { bar: ProgressBar::hidden(), terminal: std::io::stderr().is_terminal(), json }
+    }
+
+    fn line(&self, text: &str) {
+        if self.bar.is_hidden() { eprintln!("{text}") } else { self.bar.println(text) }
+    }
+
+    /// What is being done.
+    pub fn say(&self, text: &str) {
+        self.line(text);
+    }
+
+    /// Something to know.
+    pub fn note(&self, text: &str) {
+        self.line(&format!("note: {text}"));
+    }
+
+    /// Something to look after.
+    pub fn warn(&self, text: &str) {
+        self.line(&format!("warning: {text}"));
+    }
+
+    /// The plan and its promises.
+    pub fn plan(&self, problem: &StepProblem, chosen: &Chosen) {
+        let (schedule, promise) = (&chosen.schedule, &chosen.verified.promise);
+        let solve = &schedule.solve;
+        self.line(&match solve.objective_ms {
+            Some(ms) => format!(
+                "plan: {} by {} in {} ({}, objective {ms:.5} ms)",
+                solve.method, solve.solver, solve.solve_s, solve.status
+            ),
+            None => format!("plan: {}", solve.method),
+        });
+        self.line(&format!("  boundaries  {}", schedule.placement_letters()));
+        let legend = [Placement::Hbm, Placement::Host, Placement::Nvme, Placement::Recompute]
+            .map(|p| format!("{} {p}", p.letter()));
+        self.line(&format!("              {}", legend.join(", ")));
+        for tier in Tier::ALL {
+            let (peak, budget) = (promise.peak_bytes.get(tier), chosen.budgets.get(tier));
+            let fixed = problem.fixed.get(tier);
+            self.line(&format!("  {tier:<4}        {peak} of {budget}, {fixed} of it fixed"));
+        }
+        self.line(&format!(
+            "  promised    {} a step: forward {}, backward {}, optimizer {}, exposed {}",
+            promise.step_s,
+            promise.forward_s,
+            promise.backward_s,
+            promise.optimizer_s,
+            promise.exposed_s.total()
+        ));
+    }
+
+    /// Starts the progress bar.
+    pub fn begin(&mut self, first: u64, steps: u64) {
+        if !self.terminal {
+            return;
+        }
+        self.bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
+        if let Ok(style) =
+            ProgressStyle::with_template("{bar:24} {pos}/{len} {msg} [{elapsed} elapsed, {eta} left]")
+        {
+            self.bar.set_style(style);
+        }
+        self.bar.set_position(first);
+    }
+
+    /// One step is done.
+    pub fn step(&self, metrics: &StepMetrics, budgets: &TierBytes) {
+        let used = Tier::ALL
+            .map(|t| {
+                let (peak, budget) = (metrics.peak_bytes.get(t).as_mib(), budgets.get(t).as_mib());
+                format!("{t} {peak:.1}/{budget:.1}")
+            })
+            .join(" ");
+        let skipped = if metrics.skipped { " (skipped: gradient not finite)" } else { "" };
+        let text =
+            format!("loss {:.4}{skipped}, {:.0} tok/s, {used} MiB", metrics.loss, metrics.tokens_per_s);
+        if self.terminal {
+            self.bar.set_position(metrics.step + 1);
+            self.bar.set_message(text);
+        } else if metrics.step.is_multiple_of(QUIET_INTERVAL) {
+            eprintln!("step {}: {text}", metrics.step);
+        }
+    }
+
+    /// Removes the progress bar.
+    pub fn end(&mut self) {
+        self.bar.finish_and_clear();
+        self.bar = ProgressBar::hidden();
+    }
+
+    /// What the run came to.
+    pub fn summary(&self, s: &Summary, folder: &RunFolder) {
+        if self.json {
+            return;
+        }
+        let number = |value: Option<f64>, digits: usize| {
+            value.map_or_else(|| "-".to_owned(), |v| format!("{v:.digits$}"))
+        };
+        self.line(&format!(
+            "{} steps: loss {} at first, {} over the last 20; knowing only how often each byte occurs gives {:.4}",
+            s.steps,
+            number(s.loss_first.map(f64::from), 4),
+            number(s.loss_last_20, 4),
+            s.unigram_entropy
+        ));
+        self.line(&format!(
+            "step: {:.4} s promised, {} s measured, {} tokens/s",
+            s.predicted_step_s,
+            number(s.measured_step_s, 4),
+            number(s.tokens_per_s, 0)
+        ));
+        self.line(&format!(
+            "spill: {}; weights {}",
+            s.nvme_mode,
+            &s.weights_digest[..16.min(s.weights_digest.len())]
+        ));
+        self.line(&format!("report: {}", folder.report().display()));
+    }
+}

@@ -1,0 +1,99 @@
+//! What can go wrong with a run.
+
+use std::path::{Path, PathBuf};
+
+use lazy_model::schedule::ScheduleError;
+use lazy_model::{Bytes, VerifyError};
+use lazy_optim_nvme::OptimError;
+use lazy_runtime::{LayerError, RuntimeError};
+use lazy_solver::step::StepFailure;
+use lazy_store::StoreError;
+
+use crate::data::DataError;
+use crate::decoder::DecoderError;
+
+/// Why a run did not start or did not finish. Messages say what to change.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrainError {
+    /// Flags or files that do not go together.
+    #[error("{0}")]
+    Usage(String),
+    /// A configuration or profile.
+    #[error(transparent)]
+    Model(#[from] lazy_model::Error),
+    /// The training text.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The decoder.
+    #[error(transparent)]
+    Decoder(#[from] DecoderError),
+    /// No plan was found.
+    #[error(transparent)]
+    Plan(#[from] StepFailure),
+    /// A schedule file.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    /// A schedule that does not fit.
+    #[error(transparent)]
+    Verify(#[from] VerifyError),
+    /// The tiers.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A step.
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    /// The optimizer's state.
+    #[error(transparent)]
+    Optimizer(#[from] OptimError),
+    /// A layer, called outside a step.
+    #[error("{0}")]
+    Layer(LayerError),
+    /// A file or folder.
+    #[error("{path}: {source}; check that the folder exists, is writable and has room", path = .path.display())]
+    Io {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// JSON that this program wrote and cannot read back, or the other way round.
+    #[error("{path}: {source}; the file was changed or belongs to another version", path = .path.display())]
+    Json {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// The model does not fit.
+    #[error("{need} of NVMe are needed for the optimizer's state in {path}, {free} are free: name another folder with --state-dir", path = .path.display())]
+    StateRoom {
+        /// Bytes needed.
+        need: Bytes,
+        /// Bytes free.
+        free: Bytes,
+        /// Where.
+        path: PathBuf,
+    },
+}
+
+impl From<LayerError> for TrainError {
+    fn from(error: LayerError) -> Self {
+        TrainError::Layer(error)
+    }
+}
+
+impl TrainError {
+    /// For `map_err` on a file operation.
+    pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> TrainError + '_ {
+        move |source| TrainError::Io { path: path.to_owned(), source }
+    }
+
+    /// For `map_err` on JSON of a file.
+    pub fn json(path: &Path) -> impl FnOnce(serde_json::Error) -> TrainError + '_ {
+        move |source| TrainError::Json { path: path.to_owned(), source }
+    }
+}
+
+/// Short for this program's results.
+pub type Result<T> = std::result::Result<T, TrainError>;

@@ -1,0 +1,139 @@
+//! From a model, a profile and caps to a verified schedule.
+
+use lazy_model::{Bytes, HardwareProfile, Schedule, StepProblem, Tier, TierBytes, Verified};
+use lazy_optim_nvme::{AdamOptions, NvmeAdam};
+use lazy_solver::step::{StepOptions, best_distance, solve_step};
+
+use crate::error::{Result, TrainError};
+use crate::model::TrainedModel;
+use crate::probe::optimizer_time;
+use crate::settings::{BudgetArgs, Prefetch, Settings};
+
+/// Most layers between two saved boundaries.
+const MAX_SEGMENT: usize = 4;
+/// Buckets the state of a small model is cut into at the least.
+const LEAST_BUCKETS: usize = 8;
+
+/// How the optimizer's state of a model is cut: the default bucket for large models, at least eight buckets for small ones, chunks
+/// no larger than a bucket.
+pub fn adam_options(parameters: u64) -> AdamOptions {
+    let default = AdamOptions::default();
+    // A bucket is a whole number of blocks over which the gradient norm is summed.
+    const BLOCK: usize = 65_536;
+    let small = (parameters as usize / LEAST_BUCKETS / BLOCK * BLOCK).max(BLOCK / 16);
+    let bucket_elements = small.min(default.bucket_elements);
+    let chunk = Bytes((bucket_elements * size_of::<f32>()) as u64);
+    AdamOptions { bucket_elements, chunk_bytes: Bytes(default.chunk_bytes.get().min(chunk.get())), ..default }
+}
+
+/// A cap that was not given, where the plan does not have to be made to fit one.
+const OPEN: Bytes = Bytes(1 << 60);
+
+/// The planning problem of a run. Caps that were not given are chosen so that the activations do not fit where the plan is to be
+/// solved, and are open where it is given.
+///
+/// # Errors
+/// When a cap is not a size, or the profile's times are for another number of layers.
+pub fn problem(
+    model: &TrainedModel,
+    settings: &Settings,
+    profile: &HardwareProfile,
+    adam: &AdamOptions,
+    budgets: &BudgetArgs,
+    plan: &str,
+) -> Result<StepProblem> {
+    let shape = settings.shape();
+    let layers = model.layers();
+    let n = layers.len();
+    let boundary = model.boundary_bytes();
+    let costs = profile.costs().filter(|c| c.forward.len() == n).ok_or_else(|| {
+        TrainError::Usage(format!(
+            "the profile has no layer times for a model of {n} layers: make one with `cargo xtask probe` and the same --model, \
+             --batch and --seq, or leave --profile out"
+        ))
+    })?;
+    let declared = model.decoder.declared(shape.batch, shape.seq);
+    // A recomputed layer's graph holds its input and output besides the declared internals.
+    let running = declared.layer_internals_total()
+        + boundary
+        + boundary
+        + declared.layer_gradients
+        + declared.layer_workspace;
+    let fixed = TierBytes {
+        hbm: declared.weights + declared.gradients + running.max(declared.loss_workspace),
+        host: NvmeAdam::ring_bytes(adam),
+        nvme: Bytes::ZERO,
+    };
+    let defaults = if plan == "auto" {
+        default_budgets(n as u64, boundary, fixed)
+    } else {
+        TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN }
+    };
+    let cap = |tier| Ok::<_, TrainError>(budgets.cap(tier)?.unwrap_or(defaults.get(tier)));
+    Ok(StepProblem {
+        boundary_bytes: vec![boundary; n + 1],
+        saved_bytes: layers.iter().map(|l| l.saved_bytes()).collect(),
+        costs,
+        micro_batches: settings.accum,
+        optimizer: optimizer_time(profile, model.decoder.spec().total_parameters()),
+        fixed,
+        budgets: TierBytes { hbm: cap(Tier::Hbm)?, host: cap(Tier::Host)?, nvme: cap(Tier::Nvme)? },
+        max_segment: MAX_SEGMENT,
+    })
+}
+
+/// Caps into which the activations do not fit, so that a first run shows all tiers at work: HBM for a third of the boundaries and
+/// what a step holds beside them, host RAM for a quarter and staging, NVMe for a sixth; the rest has to be recomputed.
+fn default_budgets(layers: u64, boundary: Bytes, fixed: TierBytes) -> TierBytes {
+    let room = |boundaries: u64| Bytes(boundary.align_up(4096).get() * boundaries);
+    TierBytes {
+        hbm: fixed.hbm + room(layers / 3 + 5),
+        host: fixed.host + room(layers / 4 + 2),
+        nvme: fixed.nvme + room((layers / 6).max(1)),
+    }
+}
+
+/// A plan ready to run.
+pub struct Chosen {
+    /// What is carried out; its promise is filled in.
+    pub schedule: Schedule,
+    /// Its operations and simulated time line.
+    pub verified: Verified,
+    /// The caps it keeps: those given, and what it needs where none was.
+    pub budgets: TierBytes,
+}
+
+/// Solves, names or reads the plan, and verifies it against the caps.
+///
+/// # Errors
+/// When there is no plan, the file is not a schedule for this model, or the caps do not hold it.
+pub fn choose(problem: &StepProblem, plan: &str, prefetch: Prefetch) -> Result<Chosen> {
+    let (schedule, verified) = match plan {
+        "auto" => {
+            let options = StepOptions { prefetch: prefetch.blocks(), ..StepOptions::default() };
+            let found = solve_step(problem, &options)?;
+            (found.schedule, found.verified)
+        }
+        "resident" | "checkpoint" => {
+            let schedule = Schedule::named(plan, &problem.boundary_bytes, plan == "resident");
+            best_distance(problem, &schedule, prefetch.blocks())?
+        }
+        file => {
+            let text = std::fs::read_to_string(file).map_err(|source| {
+                TrainError::Usage(format!(
+                    "--plan {file}: {source}; give `auto`, `resident`, `checkpoint` or a schedule file"
+                ))
+            })?;
+            let schedule = Schedule::from_json(&text)?;
+            let distance = prefetch.blocks().unwrap_or(schedule.execution.prefetch);
+            best_distance(problem, &schedule, Some(distance))?
+        }
+    };
+    let mut budgets = problem.budgets;
+    for tier in Tier::ALL {
+        if budgets.get(tier) == OPEN {
+            *budgets.get_mut(tier) = verified.promise.peak_bytes.get(tier);
+        }
+    }
+    Ok(Chosen { schedule, verified, budgets })
+}

@@ -1,0 +1,197 @@
+//! Measures a model on this machine: layers, links, optimizer.
+
+use std::path::Path;
+use std::time::{Instant, SystemTime};
+
+use lazy_model::{Bytes, HardwareProfile, LayerIndex, Links, Marked, Seconds, StepTimes, Tiers};
+use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
+use lazy_runtime::{Context, Phase};
+use lazy_store::{BackendChoice, DirectChoice, LinkLimits, NvmeOptions, Store, StoreOptions};
+
+use crate::error::{Result, TrainError};
+use crate::model::{Shape, TrainedModel};
+
+/// Repetitions after one that warms up.
+const REPETITIONS: usize = 3;
+/// Most elements of the trial optimizer; its rate is scaled from there.
+const OPTIMIZER_ELEMENTS: usize = 4 << 20;
+
+/// Runs the probe pass. Files are made under `spill` and removed again.
+///
+/// # Errors
+/// When a layer, the store or the optimizer fails.
+pub fn probe(
+    model: &TrainedModel,
+    shape: Shape,
+    spill: &Path,
+    limits: LinkLimits,
+    adam: &AdamOptions,
+) -> Result<HardwareProfile> {
+    let when = timestamp();
+    let times = layer_times(model, shape, &when)?;
+    let links = link_rates(model.boundary_bytes(), spill, limits, &when)?;
+    let rate = optimizer_rate(model, spill, adam)?;
+    Ok(HardwareProfile {
+        name: "this machine".into(),
+        tiers: Tiers::default(),
+        links,
+        times: Some(times),
+        optimizer_elements_per_s: Some(Marked::measured(rate, "trial optimizer steps", &when)),
+    })
+}
+
+/// What the times of a profile hold for.
+pub fn workload_name(model: &TrainedModel, shape: Shape) -> String {
+    let spec = model.decoder.spec();
+    format!(
+        "{} {} layers, hidden {}, {} parameters, {} x {} tokens",
+        spec.family.model_type(),
+        spec.layers(),
+        spec.hidden,
+        spec.total_parameters(),
+        shape.batch,
+        shape.seq
+    )
+}
+
+fn layer_times(model: &TrainedModel, shape: Shape, when: &str) -> Result<StepTimes> {
+    let bytes = model.boundary_bytes().get() as usize;
+    let (prologue, layers, epilogue) = (model.prologue(), model.layers(), model.epilogue());
+    let vocab = model.decoder.spec().vocab as u32;
+    model.feed(vec![(0..shape.tokens() as u32).map(|t| t.wrapping_mul(2_654_435_761) % vocab).collect()]);
+    let cx = Context { seed: 0, step: 0, micro_batch: 0, layer: None, phase: Phase::Forward };
+    let (mut x, mut y, mut dx) = (vec![0u8; bytes], vec![0u8; bytes], vec![0u8; bytes]);
+    let mut times = Times::default();
+    for repetition in 0..=REPETITIONS {
+        let mut taken = Times::default();
+        taken.prologue.push(time(|| prologue.forward(&cx, &mut x))?);
+        for (l, layer) in layers.iter().enumerate() {
+            let cx = Context { layer: Some(LayerIndex(l)), ..cx };
+            taken.forward.push(time(|| layer.forward(&cx, &x, Some(&mut y), false).map(|_| ()))?);
+            let mut saved = None;
+            taken.saving.push(time(|| layer.forward(&cx, &x, None, true).map(|s| saved = s))?);
+            if let Some(saved) = saved {
+                taken.backward.push(time(|| layer.backward(&cx, &x, saved, &y, &mut dx))?);
+            }
+        }
+        taken.epilogue.push(time(|| epilogue.run(&cx, &x, &mut dx))?);
+        taken.prologue_backward.push(time(|| prologue.backward(&cx, &dx))?);
+        if repetition > 0 {
+            times.append(taken);
+        }
+    }
+    model.gradients.zero();
+    // All layers are of one kind: the median over layers and repetitions stands for each.
+    let each = |samples: Vec<f64>| Marked::measured(vec![median(samples); layers.len()], "probe pass", when);
+    let one = |samples: Vec<f64>| Marked::measured(median(samples), "probe pass", when);
+    Ok(StepTimes {
+        workload: workload_name(model, shape),
+        forward_ms: each(times.forward),
+        saving_forward_ms: each(times.saving),
+        backward_ms: each(times.backward),
+        prologue_ms: one(times.prologue),
+        prologue_backward_ms: one(times.prologue_backward),
+        epilogue_ms: one(times.epilogue),
+    })
+}
+
+/// Samples in milliseconds.
+#[derive(Default)]
+struct Times {
+    prologue: Vec<f64>,
+    forward: Vec<f64>,
+    saving: Vec<f64>,
+    backward: Vec<f64>,
+    epilogue: Vec<f64>,
+    prologue_backward: Vec<f64>,
+}
+
+impl Times {
+    fn append(&mut self, other: Times) {
+        self.prologue.extend(other.prologue);
+        self.forward.extend(other.forward);
+        self.saving.extend(other.saving);
+        self.backward.extend(other.backward);
+        self.epilogue.extend(other.epilogue);
+        self.prologue_backward.extend(other.prologue_backward);
+    }
+}
+
+fn time(work: impl FnOnce() -> std::result::Result<(), lazy_runtime::LayerError>) -> Result<f64> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed().as_secs_f64() * 1e3)
+}
+
+/// The middle sample; the mean of the middle two of an even number; zero of none.
+pub fn median(mut samples: Vec<f64>) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    let n = samples.len();
+    match n {
+        0 => 0.0,
+        _ if n % 2 == 1 => samples[n / 2],
+        _ => (samples[n / 2 - 1] + samples[n / 2]) / 2.0,
+    }
+}
+
+fn link_rates(boundary: Bytes, spill: &Path, limits: LinkLimits, when: &str) -> Result<Links> {
+    let room = Bytes(boundary.get() * 8);
+    let store = Store::open(StoreOptions {
+        hbm: room,
+        host: room,
+        nvme: Some(spill_file(spill, room)),
+        limits,
+        ..StoreOptions::default()
+    })?;
+    let rates = store.probe_links(boundary)?;
+    let marked = |rate| Marked::measured(rate, "copies of one boundary", when);
+    Ok(Links {
+        d2h: marked(rates.d2h),
+        h2d: marked(rates.h2d),
+        nvme_write: marked(rates.nvme_write.unwrap_or_default()),
+        nvme_read: marked(rates.nvme_read.unwrap_or_default()),
+    })
+}
+
+/// A spill file in `dir`, with the best back end and cache mode to be had there.
+pub fn spill_file(dir: &Path, bytes: Bytes) -> NvmeOptions {
+    NvmeOptions {
+        dir: dir.to_owned(),
+        bytes,
+        backend: BackendChoice::default(),
+        direct: DirectChoice::default(),
+    }
+}
+
+/// Elements a second of whole optimizer steps, norm and commit included, on a trial store of the model's size or
+/// [`OPTIMIZER_ELEMENTS`], whichever is smaller.
+fn optimizer_rate(model: &TrainedModel, spill: &Path, adam: &AdamOptions) -> Result<f64> {
+    let all: usize = model.decoder.parameters().iter().map(|(_, v)| v.elem_count()).sum();
+    let elements = all.min(OPTIMIZER_ELEMENTS);
+    let dir = spill.join("trial-optimizer");
+    let params = [ParamSpec::new("trial", &[elements])];
+    let mut trial = NvmeAdam::create(&dir, &params, adam, |_, _, values| values.fill(0.0))?;
+    let gradient = vec![1e-3f32; elements];
+    let mut samples = Vec::new();
+    for _ in 0..REPETITIONS {
+        let start = Instant::now();
+        let input =
+            StepInput { groups: &[GroupOptions::default()], max_norm: Some(1.0), ..StepInput::default() };
+        trial.step(&[Some(gradient.as_slice())], &input, &mut |_, _, _| ())?;
+        samples.push(start.elapsed().as_secs_f64());
+    }
+    drop(trial);
+    std::fs::remove_dir_all(&dir).map_err(TrainError::io(&dir))?;
+    Ok(elements as f64 / median(samples))
+}
+
+/// Time of the optimizer step for this many elements at the profile's rate; zero where the profile has none.
+pub fn optimizer_time(profile: &HardwareProfile, elements: u64) -> Seconds {
+    let rate = profile.optimizer_elements_per_s.as_ref().map_or(0.0, |m| m.value);
+    Seconds(if rate > 0.0 { elements as f64 / rate } else { 0.0 })
+}
+
+/// Now, UTC, as `2026-11-29T17:52:47Z`.
+pub fn timestamp() -> String {
+    humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
+}

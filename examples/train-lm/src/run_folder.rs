@@ -1,0 +1,214 @@
+//! The folder a run leaves: what is written when, and how it is read again.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Result, TrainError};
+use crate::metrics::StepMetrics;
+use crate::settings::Settings;
+
+/// Format version of `run.json`.
+const RUN_VERSION: u32 = 1;
+
+/// A run's folder.
+pub struct RunFolder {
+    path: PathBuf,
+    /// The folder was made by this process and holds nothing anyone needs yet: it goes when the run does not start.
+    fresh: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RunFile {
+    version: u32,
+    settings: Settings,
+}
+
+impl RunFolder {
+    /// Makes the folder and writes the run's settings and model configuration. If anything fails before
+    /// [`RunFolder::started`], the folder is removed again.
+    ///
+    /// # Errors
+    /// When the folder exists and is not empty, or cannot be made.
+    pub fn create(path: &Path, settings: &Settings, config: &str) -> Result<RunFolder> {
+        match fs::read_dir(path) {
+            Ok(mut entries) => {
+                if entries.next().is_some() {
+                    return Err(TrainError::Usage(format!(
+                        "{} is not empty: name a new folder with --out, or continue its run with --resume",
+                        path.display()
+                    )));
+                }
+            }
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                fs::create_dir_all(path).map_err(TrainError::io(path))?;
+            }
+            Err(e) => return Err(TrainError::io(path)(e)),
+        }
+        let folder = RunFolder { path: path.to_owned(), fresh: true };
+        let file = RunFile { version: RUN_VERSION, settings: settings.clone() };
+        let text = serde_json::to_string_pretty(&file).map_err(TrainError::json(&folder.run_file()))?;
+        write_file(&folder.run_file(), text.as_bytes())?;
+        write_file(&folder.config(), config.as_bytes())?;
+        Ok(folder)
+    }
+
+    /// Opens the folder of an earlier run.
+    ///
+    /// # Errors
+    /// When it is not a run's folder of this version.
+    pub fn open(path: &Path) -> Result<(RunFolder, Settings)> {
+        let folder = RunFolder { path: path.to_owned(), fresh: false };
+        let file = folder.run_file();
+        let text = fs::read_to_string(&file).map_err(|source| {
+            TrainError::Usage(format!("{}: {source}; --resume takes the folder of a run", file.display()))
+        })?;
+        let run: RunFile = serde_json::from_str(&text).map_err(TrainError::json(&file))?;
+        if run.version != RUN_VERSION {
+            return Err(TrainError::Usage(format!(
+                "{} has version {}, this program reads version {RUN_VERSION}",
+                file.display(),
+                run.version
+            )));
+        }
+        Ok((folder, run.settings))
+    }
+
+    /// From here on the folder stays, whatever happens.
+    pub fn started(&mut self) {
+        self.fresh = false;
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn run_file(&self) -> PathBuf {
+        self.path.join("run.json")
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> PathBuf {
+        self.path.join("config.json")
+    }
+
+    /// The schedule.
+    pub fn schedule(&self) -> PathBuf {
+        self.path.join("schedule.json")
+    }
+
+    /// A line for every step.
+    pub fn metrics(&self) -> PathBuf {
+        self.path.join("metrics.jsonl")
+    }
+
+    /// The trace.
+    pub fn trace(&self) -> PathBuf {
+        self.path.join("trace.json")
+    }
+
+    /// The report.
+    pub fn report(&self) -> PathBuf {
+        self.path.join("report.html")
+    }
+
+    /// The trained weights.
+    pub fn checkpoint(&self) -> PathBuf {
+        self.path.join("checkpoint")
+    }
+
+    /// What the report is drawn from, besides metrics and schedule.
+    pub fn summary(&self) -> PathBuf {
+        self.path.join("summary.json")
+    }
+
+    /// Reads the lines of `metrics.jsonl` for steps before `step`; a torn last line, left by a kill, is dropped.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn read_metrics(&self, step: u64) -> Result<Vec<StepMetrics>> {
+        let path = self.metrics();
+        let text = match fs::read_to_string(&path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.map_err(TrainError::io(&path))?,
+        };
+        let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok());
+        Ok(lines.filter(|m: &StepMetrics| m.step < step).collect())
+    }
+
+    /// Opens `metrics.jsonl` for appending, with the lines of `earlier` steps in it and no others.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn metrics_writer(&self, earlier: &[StepMetrics]) -> Result<MetricsWriter> {
+        let path = self.metrics();
+        let mut text = Vec::new();
+        for metrics in earlier {
+            serde_json::to_writer(&mut text, metrics).map_err(TrainError::json(&path))?;
+            text.push(b'\n');
+        }
+        write_file(&path, &text)?;
+        let file = OpenOptions::new().append(true).open(&path).map_err(TrainError::io(&path))?;
+        Ok(MetricsWriter { file, path })
+    }
+
+    /// A buffered writer to `trace.json`.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn trace_writer(&self) -> Result<BufWriter<File>> {
+        let path = self.trace();
+        Ok(BufWriter::new(File::create(&path).map_err(TrainError::io(&path))?))
+    }
+}
+
+impl Drop for RunFolder {
+    fn drop(&mut self) {
+        if self.fresh {
+            // The run did not start: leave nothing half-written. The state folder, if it lies elsewhere, is the caller's.
+            let _ = fs::remove_dir_all(&self.path);
+        }
+    }
+}
+
+/// Appends to `metrics.jsonl`, a whole line at a time.
+pub struct MetricsWriter {
+    file: File,
+    path: PathBuf,
+}
+
+impl MetricsWriter {
+    /// Appends one line.
+    ///
+    /// # Errors
+    /// When the disk is full or gone.
+    pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
+        let mut line = serde_json::to_vec(metrics).map_err(TrainError::json(&self.path))?;
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(TrainError::io(&self.path))
+    }
+}
+
+/// Writes a whole file under a temporary name and renames it, so that it is there whole or not at all.
+///
+/// # Errors
+/// When the folder is not writable or the disk is full.
+pub fn write_file(path: &Path, contents: &[u8]) -> Result<()> {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = PathBuf::from(partial);
+    let write = || {
+        let mut file = File::create(&partial)?;
+        file.write_all(contents)?;
+        file.sync_data()?;
+        fs::rename(&partial, path)
+    };
+    write().map_err(|source| {
+        let _ = fs::remove_file(&partial);
+        TrainError::Io { path: path.to_owned(), source }
+    })
+}

@@ -1,0 +1,349 @@
+//! Flags of the trainer, and the settings a run is remembered by.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use lazy_model::{Bytes, Tier};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Result, TrainError};
+use crate::model::Shape;
+
+/// Caps and the machine they are for: shared by `plan` and `train`.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Budgets and machine")]
+pub struct BudgetArgs {
+    /// HBM for everything: weights, gradients, activations, workspace
+    #[arg(long, value_name = "MIB")]
+    pub hbm_mib: Option<u64>,
+    /// The same in GiB
+    #[arg(long, value_name = "GIB", conflicts_with = "hbm_mib")]
+    pub hbm_gib: Option<f64>,
+    /// Pinned host RAM: boundaries, staging, the optimizer's ring
+    #[arg(long, value_name = "MIB")]
+    pub host_mib: Option<u64>,
+    /// The same in GiB
+    #[arg(long, value_name = "GIB", conflicts_with = "host_mib")]
+    pub host_gib: Option<f64>,
+    /// NVMe space for boundaries (the optimizer's state is counted apart)
+    #[arg(long, value_name = "MIB")]
+    pub nvme_mib: Option<u64>,
+    /// The same in GiB
+    #[arg(long, value_name = "GIB", conflicts_with = "nvme_mib")]
+    pub nvme_gib: Option<f64>,
+    /// Hardware profile: a JSON file made by `probe`; default: measured now
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
+}
+
+impl BudgetArgs {
+    /// The cap of a tier, if one was given.
+    ///
+    /// # Errors
+    /// When it is not a positive, finite size.
+    pub fn cap(&self, tier: Tier) -> Result<Option<Bytes>> {
+        let (mib, gib) = match tier {
+            Tier::Hbm => (self.hbm_mib, self.hbm_gib),
+            Tier::Host => (self.host_mib, self.host_gib),
+            Tier::Nvme => (self.nvme_mib, self.nvme_gib),
+        };
+        if let Some(gib) = gib {
+            if !(gib.is_finite() && (0.0..1e9).contains(&gib)) {
+                return Err(TrainError::Usage(format!("--{tier}-gib {gib}: give a size in GiB, 0 or more")));
+            }
+            return Ok(Some(Bytes::from_gib(gib)));
+        }
+        match mib {
+            Some(mib) if mib >= 1 << 40 => Err(TrainError::Usage(format!(
+                "--{tier}-mib {mib}: no machine has that much; give a size in MiB"
+            ))),
+            other => Ok(other.map(Bytes::from_mib)),
+        }
+    }
+}
+
+/// Where the layers' arithmetic runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum DeviceChoice {
+    /// A GPU when there is one this build can use, else the host.
+    #[default]
+    Auto,
+    /// The CPU, with part of RAM standing for HBM.
+    Host,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+/// What `train` takes.
+#[derive(Args, Clone, Debug, Default)]
+pub struct TrainArgs {
+    /// Optimizer steps in all
+    #[arg(long, value_name = "N")]
+    pub steps: Option<u64>,
+    /// Model: a Hugging Face config.json, or the folder that holds it; default: the one that ships with the trainer
+    #[arg(long, value_name = "FILE")]
+    pub model: Option<PathBuf>,
+    /// Training text: files or folders; default: this workspace's documents and sources
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    pub text: Vec<PathBuf>,
+    /// Rows in a micro-batch [default: 4]
+    #[arg(long, value_name = "N")]
+    pub batch: Option<usize>,
+    /// Tokens in a row [default: 128]
+    #[arg(long, value_name = "N")]
+    pub seq: Option<usize>,
+    /// Seed of weights, data order and dropout [default: 1]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Learning rate [default: 0.003]
+    #[arg(long, value_name = "RATE")]
+    pub lr: Option<f64>,
+    /// Steps over which the learning rate rises from zero [default: 10]
+    #[arg(long, value_name = "N")]
+    pub warmup: Option<u64>,
+    /// Decoupled weight decay of matrices [default: 0.1]
+    #[arg(long, value_name = "RATE")]
+    pub weight_decay: Option<f64>,
+    /// Global gradient norm is clipped to this; 0 clips nothing [default: 1]
+    #[arg(long, value_name = "NORM")]
+    pub clip: Option<f64>,
+    /// Dropout probability on residual branches [default: 0]
+    #[arg(long, value_name = "P")]
+    pub dropout: Option<f32>,
+    /// Micro-batches whose gradients are added up in a step [default: 1]
+    #[arg(long, value_name = "N")]
+    pub accum: Option<usize>,
+    /// Where the arithmetic runs
+    #[arg(long, value_enum, default_value_t)]
+    pub device: DeviceChoice,
+    /// `auto` (solved), `resident` (everything stays in HBM), `checkpoint` (boundaries stay, internals are recomputed), or a
+    /// schedule file
+    #[arg(long, value_name = "PLAN", default_value = "auto")]
+    pub plan: String,
+    /// Caps and machine.
+    #[command(flatten)]
+    pub budgets: BudgetArgs,
+    /// Folder for spill files; default: `spill` beside the run
+    #[arg(long, value_name = "DIR")]
+    pub nvme_dir: Option<PathBuf>,
+    /// Folder for the optimizer's state; default: `state` in the run
+    #[arg(long, value_name = "DIR")]
+    pub state_dir: Option<PathBuf>,
+    /// Blocks to read ahead: a number, or `auto`
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_prefetch)]
+    pub prefetch: Prefetch,
+    /// Folder of the run; must not exist yet; default: `runs/` and the time
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Continue a run from its last committed step
+    #[arg(long, value_name = "RUN", conflicts_with = "out")]
+    pub resume: Option<PathBuf>,
+    /// One JSON object on standard output at the end, and nothing else there
+    #[arg(long)]
+    pub json: bool,
+    /// Steps recorded in trace.json, counted from the start of this process
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    pub trace_steps: u64,
+}
+
+/// How far to read ahead.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Prefetch {
+    /// As far as the time line says is worth its memory.
+    #[default]
+    Auto,
+    /// This many blocks.
+    Blocks(usize),
+}
+
+impl Prefetch {
+    /// `None` for [`Prefetch::Auto`].
+    pub const fn blocks(self) -> Option<usize> {
+        match self {
+            Prefetch::Auto => None,
+            Prefetch::Blocks(n) => Some(n),
+        }
+    }
+}
+
+fn parse_prefetch(text: &str) -> std::result::Result<Prefetch, String> {
+    match text {
+        "auto" => Ok(Prefetch::Auto),
+        n => match n.parse() {
+            Ok(n) if n <= 1024 => Ok(Prefetch::Blocks(n)),
+            _ => Err("give a number of blocks from 0 to 1024, or `auto`".into()),
+        },
+    }
+}
+
+/// What decides every bit of a run: remembered in `run.json`, and not to be changed on resuming.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Settings {
+    /// Rows in a micro-batch.
+    pub batch: usize,
+    /// Tokens in a row.
+    pub seq: usize,
+    /// Seed.
+    pub seed: u64,
+    /// Learning rate after warm-up.
+    pub lr: f64,
+    /// Steps of warm-up.
+    pub warmup: u64,
+    /// Decoupled weight decay of matrices.
+    pub weight_decay: f64,
+    /// Largest gradient norm; 0 for none.
+    pub clip: f64,
+    /// Dropout probability.
+    pub dropout: f32,
+    /// Micro-batches in a step.
+    pub accum: usize,
+    /// Training text.
+    pub text: Vec<PathBuf>,
+    /// Folder of the optimizer's state.
+    pub state_dir: PathBuf,
+    /// SHA-256 of the text.
+    pub text_hash: String,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            batch: 4,
+            seq: 128,
+            seed: 1,
+            lr: 3e-3,
+            warmup: 10,
+            weight_decay: 0.1,
+            clip: 1.0,
+            dropout: 0.0,
+            accum: 1,
+            text: Vec::new(),
+            state_dir: PathBuf::new(),
+            text_hash: String::new(),
+        }
+    }
+}
+
+impl Settings {
+    /// The settings of a new run.
+    ///
+    /// # Errors
+    /// When a value makes no sense.
+    pub fn of(args: &TrainArgs) -> Result<Settings> {
+        let d = Settings::default();
+        let settings = Settings {
+            batch: args.batch.unwrap_or(d.batch),
+            seq: args.seq.unwrap_or(d.seq),
+            seed: args.seed.unwrap_or(d.seed),
+            lr: args.lr.unwrap_or(d.lr),
+            warmup: args.warmup.unwrap_or(d.warmup),
+            weight_decay: args.weight_decay.unwrap_or(d.weight_decay),
+            clip: args.clip.unwrap_or(d.clip),
+            dropout: args.dropout.unwrap_or(d.dropout),
+            accum: args.accum.unwrap_or(d.accum),
+            text: args.text.clone(),
+            ..d
+        };
+        settings.check()?;
+        Ok(settings)
+    }
+
+    /// Refuses flags that would make a resumed run another run.
+    ///
+    /// # Errors
+    /// Names the first such flag.
+    pub fn check_unchanged(&self, args: &TrainArgs) -> Result<()> {
+        let changed = [
+            ("--batch", args.batch.is_some_and(|v| v != self.batch)),
+            ("--seq", args.seq.is_some_and(|v| v != self.seq)),
+            ("--seed", args.seed.is_some_and(|v| v != self.seed)),
+            ("--lr", args.lr.is_some_and(|v| v != self.lr)),
+            ("--warmup", args.warmup.is_some_and(|v| v != self.warmup)),
+            ("--weight-decay", args.weight_decay.is_some_and(|v| v != self.weight_decay)),
+            ("--clip", args.clip.is_some_and(|v| v != self.clip)),
+            ("--dropout", args.dropout.is_some_and(|v| v != self.dropout)),
+            ("--accum", args.accum.is_some_and(|v| v != self.accum)),
+            ("--text", !args.text.is_empty() && args.text != self.text),
+            ("--model", args.model.is_some()),
+            ("--state-dir", args.state_dir.as_ref().is_some_and(|d| *d != self.state_dir)),
+        ];
+        match changed.iter().find(|(_, changed)| *changed) {
+            Some((flag, _)) => Err(TrainError::Usage(format!(
+                "{flag} cannot be changed when a run is resumed: leave it out, or start a new run"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        let wrong = |flag: &str, want: &str| Err(TrainError::Usage(format!("{flag}: give {want}")));
+        match self {
+            s if s.batch == 0 || s.batch > 1 << 20 => wrong("--batch", "a number of rows from 1 to 1048576"),
+            s if s.seq < 2 || s.seq > 1 << 20 => wrong("--seq", "a number of tokens from 2 to 1048576"),
+            s if s.accum == 0 || s.accum > 1 << 16 => {
+                wrong("--accum", "a number of micro-batches from 1 to 65536")
+            }
+            s if !(s.lr.is_finite() && s.lr >= 0.0) => wrong("--lr", "a number, 0 or more"),
+            s if !(s.weight_decay.is_finite() && s.weight_decay >= 0.0) => {
+                wrong("--weight-decay", "a number, 0 or more")
+            }
+            s if !(s.clip.is_finite() && s.clip >= 0.0) => {
+                wrong("--clip", "a norm above 0, or 0 for no clipping")
+            }
+            s if !(0.0..1.0).contains(&s.dropout) => wrong("--dropout", "a probability from 0 to below 1"),
+            _ => Ok(()),
+        }
+    }
+
+    /// Batch and sequence.
+    pub const fn shape(&self) -> Shape {
+        Shape { batch: self.batch, seq: self.seq }
+    }
+
+    /// Tokens in an optimizer step.
+    pub const fn tokens(&self) -> usize {
+        self.batch * self.seq * self.accum
+    }
+
+    /// Learning rate of a step, counted from 0: a linear rise over the warm-up, then constant. It does not depend on the number of
+    /// steps, so a run that is made longer is the same run.
+    pub fn lr_at(&self, step: u64) -> f64 {
+        if step < self.warmup { self.lr * (step + 1) as f64 / self.warmup as f64 } else { self.lr }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_learning_rate_rises_linearly_and_stays() {
+        let settings = Settings { lr: 0.1, warmup: 4, ..Settings::default() };
+        let rates: Vec<f64> = (0..6).map(|s| settings.lr_at(s)).collect();
+        assert_eq!(rates, [0.025, 0.05, 0.1 * 3.0 / 4.0, 0.1, 0.1, 0.1]);
+        assert_eq!(Settings { warmup: 0, ..settings }.lr_at(0), 0.1);
+    }
+
+    #[test]
+    fn senseless_values_are_refused_by_flag() {
+        for (args, flag) in [
+            (TrainArgs { batch: Some(0), ..TrainArgs::default() }, "--batch"),
+            (TrainArgs { seq: Some(1), ..TrainArgs::default() }, "--seq"),
+            (TrainArgs { lr: Some(f64::NAN), ..TrainArgs::default() }, "--lr"),
+            (TrainArgs { clip: Some(-1.0), ..TrainArgs::default() }, "--clip"),
+            (TrainArgs { dropout: Some(1.0), ..TrainArgs::default() }, "--dropout"),
+            (TrainArgs { accum: Some(0), ..TrainArgs::default() }, "--accum"),
+        ] {
+            assert!(Settings::of(&args).unwrap_err().to_string().starts_with(flag));
+        }
+    }
+
+    #[test]
+    fn a_resumed_run_keeps_its_settings() {
+        let settings = Settings::of(&TrainArgs::default()).unwrap();
+        settings.check_unchanged(&TrainArgs { batch: Some(4), ..TrainArgs::default() }).unwrap();
+        let error = settings.check_unchanged(&TrainArgs { lr: Some(0.5), ..TrainArgs::default() });
+        assert!(error.unwrap_err().to_string().starts_with("--lr"));
+    }
+}

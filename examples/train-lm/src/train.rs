@@ -1,0 +1,583 @@
+//! A run from flags to report.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use lazy_model::perfetto::TraceWriter;
+use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, Seconds, Span, StepProblem, Tier};
+use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput, StepOutcome};
+use lazy_runtime::{Context, Executor, PassReport, Phase};
+use lazy_store::scratch::RunDir;
+use lazy_store::{LinkLimits, Store, StoreOptions};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::console::Console;
+use crate::data::Corpus;
+use crate::decoder::Decoder;
+use crate::error::{Result, TrainError};
+use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
+use crate::model::TrainedModel;
+use crate::planning::{Chosen, adam_options, choose, problem};
+use crate::probe::{median, probe, spill_file, timestamp};
+use crate::random::initial_values;
+use crate::report::{self, LastStep};
+use crate::run_folder::{MetricsWriter, RunFolder};
+use crate::settings::{DeviceChoice, Settings, TrainArgs};
+
+/// Steps of a run that is not told how many.
+const DEFAULT_STEPS: u64 = 120;
+/// The model that ships with the trainer.
+const DEFAULT_CONFIG: &str = include_str!("../config.json");
+/// Learning-rate groups: matrices, and vectors, which are not decayed.
+const GROUPS: usize = 2;
+
+/// What `--json` prints.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary {
+    /// Steps done in all, earlier processes of a resumed run included.
+    pub steps: u64,
+    /// Loss of the first step of the run.
+    pub loss_first: Option<f32>,
+    /// Loss of the last step.
+    pub loss_last: Option<f32>,
+    /// Mean loss of the last 20 steps.
+    pub loss_last_20: Option<f64>,
+    /// Entropy of single bytes of the text, in nats.
+    pub unigram_entropy: f64,
+    /// Median over the steps of this process from the third on.
+    pub tokens_per_s: Option<f64>,
+    /// What the plan promised a step takes.
+    pub predicted_step_s: f64,
+    /// Median over the steps of this process from the third on.
+    pub measured_step_s: Option<f64>,
+    /// Most bytes in HBM, declared sizes included.
+    pub hbm_peak_bytes: Bytes,
+    /// Most bytes in host RAM.
+    pub host_peak_bytes: Bytes,
+    /// Most bytes on NVMe, the optimizer's state not counted.
+    pub nvme_peak_bytes: Bytes,
+    /// The cap on HBM.
+    pub hbm_budget_bytes: Bytes,
+    /// Boundaries by placement, layers by keeping.
+    pub counts: lazy_model::Counts,
+    /// How spill files are written.
+    pub nvme_mode: String,
+    /// SHA-256 over the bytes of all weights in the order of their names.
+    pub weights_digest: String,
+    /// The run's folder.
+    pub run: PathBuf,
+}
+
+/// What the optimizer commits with every step.
+#[derive(Serialize, Deserialize)]
+struct Cursor {
+    /// Steps done.
+    next_step: u64,
+    seed: u64,
+    shape_hash: String,
+}
+
+/// Everything that is read and checked before anything is written.
+struct Prepared {
+    settings: Settings,
+    config: String,
+    corpus: Corpus,
+    model: TrainedModel,
+    adam: AdamOptions,
+    resumed: Option<RunFolder>,
+    out: PathBuf,
+}
+
+/// Trains as the flags say.
+///
+/// # Errors
+/// [`TrainError`]; the last committed step stays on disk.
+pub fn train(args: &TrainArgs) -> Result<Summary> {
+    let console = Console::new(args.json);
+    let prepared = prepare(args, &console)?;
+    let spill_root = args.nvme_dir.clone().unwrap_or_else(|| beside(&prepared.out, "spill"));
+    let spill = RunDir::create(&spill_root)?;
+    if lazy_store::is_tmpfs(&spill_root)? {
+        console.warn(&format!(
+            "{} lies in memory (tmpfs): what is spilled there saves no RAM; name a folder on a drive with --nvme-dir",
+            spill_root.display()
+        ));
+    }
+    let profile = profile_for(args, &prepared, spill.path(), &console)?;
+    let problem =
+        problem(&prepared.model, &prepared.settings, &profile, &prepared.adam, &args.budgets, &args.plan)?;
+    let chosen = choose(&problem, &args.plan, args.prefetch)?;
+    console.plan(&problem, &chosen);
+    Run::start(args, prepared, problem, chosen, spill, console)?.finish()
+}
+
+/// `name` in the folder that holds `path`.
+fn beside(path: &Path, name: &str) -> PathBuf {
+    path.parent().unwrap_or(Path::new("")).join(name)
+}
+
+fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
+    if args.device == DeviceChoice::Cuda {
+        return Err(TrainError::Usage(
+            "--device cuda: this version trains on the host device only; use --device host or auto".into(),
+        ));
+    }
+    let (resumed, mut settings, config) = match &args.resume {
+        Some(run) => {
+            let (folder, settings) = RunFolder::open(run)?;
+            settings.check_unchanged(args)?;
+            let config = read(&folder.config())?;
+            (Some(folder), settings, config)
+        }
+        None => (None, Settings::of(args)?, model_config(args)?),
+    };
+    let spec = ModelSpec::from_json(&config)?;
+    for note in &spec.notes {
+        console.note(note);
+    }
+    if settings.text.is_empty() {
+        settings.text = default_text()?;
+    }
+    let corpus = Corpus::load(&settings.text)?;
+    corpus.batch(settings.seed, 0, 0, settings.batch, settings.seq)?;
+    let text_hash = corpus.hash();
+    if resumed.is_some() && text_hash != settings.text_hash {
+        return Err(TrainError::Usage(
+            "the training text has changed since the run began, so it cannot be continued exactly: restore the text, or start a \
+             new run"
+                .into(),
+        ));
+    }
+    settings.text_hash = text_hash;
+    let out = args.resume.clone().or_else(|| args.out.clone()).unwrap_or_else(default_out);
+    if resumed.is_none() {
+        settings.state_dir = args.state_dir.clone().unwrap_or_else(|| out.join("state"));
+    }
+    let seed = settings.seed;
+    let decoder = Decoder::new(spec, &mut |name, shape| initial_values(seed, name, shape))?;
+    let adam = adam_options(decoder.spec().total_parameters());
+    let model = TrainedModel::new(decoder, settings.shape(), settings.dropout);
+    Ok(Prepared { settings, config, corpus, model, adam, resumed, out })
+}
+
+fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).map_err(TrainError::io(path))
+}
+
+fn model_config(args: &TrainArgs) -> Result<String> {
+    let Some(path) = &args.model else { return Ok(DEFAULT_CONFIG.into()) };
+    let file = if path.is_dir() { path.join("config.json") } else { path.clone() };
+    std::fs::read_to_string(&file).map_err(|source| {
+        TrainError::Usage(format!(
+            "--model {}: {source}; give a Hugging Face config.json or the folder that holds it",
+            file.display()
+        ))
+    })
+}
+
+/// The workspace's documents and sources, where it was built.
+fn default_text() -> Result<Vec<PathBuf>> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let paths: Vec<PathBuf> = ["README.md", "CHANGELOG.md", "docs", "crates", "examples", "xtask"]
+        .into_iter()
+        .map(|name| root.join(name))
+        .filter(|path| path.exists())
+        .collect();
+    if paths.is_empty() {
+        return Err(TrainError::Usage(
+            "the workspace's own text is not here: name training text with --text".into(),
+        ));
+    }
+    Ok(paths)
+}
+
+fn default_out() -> PathBuf {
+    let base = Path::new("runs");
+    let stamp = timestamp().replace(':', "");
+    let mut out = base.join(&stamp);
+    let mut number = 1;
+    while out.exists() {
+        number += 1;
+        out = base.join(format!("{stamp}-{number}"));
+    }
+    out
+}
+
+/// Reads the profile, or measures one now.
+fn profile_for(
+    args: &TrainArgs,
+    prepared: &Prepared,
+    spill: &Path,
+    console: &Console,
+) -> Result<HardwareProfile> {
+    let shape = prepared.settings.shape();
+    match &args.budgets.profile {
+        Some(path) => Ok(HardwareProfile::from_json(&read(path)?)?),
+        None => {
+            console.say("measuring layers, links and optimizer");
+            probe(&prepared.model, shape, spill, LinkLimits::default(), &prepared.adam)
+        }
+    }
+}
+
+/// The `probe` command: measures and returns the profile.
+///
+/// # Errors
+/// As [`train`].
+pub fn probe_only(args: &TrainArgs) -> Result<HardwareProfile> {
+    let console = Console::new(args.json);
+    let prepared = prepare(args, &console)?;
+    let root = args.nvme_dir.clone().unwrap_or_else(|| beside(&prepared.out, "spill"));
+    let spill = RunDir::create(&root)?;
+    probe(&prepared.model, prepared.settings.shape(), spill.path(), LinkLimits::default(), &prepared.adam)
+}
+
+/// A run under way.
+struct Run<'a> {
+    args: &'a TrainArgs,
+    settings: Settings,
+    corpus: Corpus,
+    model: TrainedModel,
+    problem: StepProblem,
+    chosen: Chosen,
+    folder: RunFolder,
+    executor: Executor,
+    optimizer: NvmeAdam,
+    console: Console,
+    /// Lines of earlier processes and of this one.
+    metrics: Vec<StepMetrics>,
+    /// First step of this process.
+    first: u64,
+    last: Option<LastStep>,
+    interrupted: Arc<AtomicBool>,
+    // Dropped last: the store's spill file lies in it.
+    _spill: RunDir,
+}
+
+impl<'a> Run<'a> {
+    fn start(
+        args: &'a TrainArgs,
+        prepared: Prepared,
+        problem: StepProblem,
+        chosen: Chosen,
+        spill: RunDir,
+        console: Console,
+    ) -> Result<Run<'a>> {
+        let Prepared { settings, config, corpus, model, adam, resumed, out } = prepared;
+        let new = resumed.is_none();
+        let mut folder = match resumed {
+            Some(folder) => folder,
+            None => RunFolder::create(&out, &settings, &config)?,
+        };
+        let store = open_store(&chosen, &spill)?;
+        let executor = Executor::new(store, model.prologue(), model.layers(), model.epilogue());
+        let (optimizer, cursor) = open_state(&settings, &model, &adam, new, &chosen.schedule)?;
+        folder.started();
+        let schedule = chosen.schedule.to_json()?;
+        crate::run_folder::write_file(&folder.schedule(), schedule.as_bytes())?;
+        let metrics = folder.read_metrics(cursor.next_step)?;
+        let interrupted = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&interrupted);
+        // A second run in one process (a test) keeps the first handler; its own flag then never rises.
+        let _ = ctrlc::set_handler(move || flag.store(true, Ordering::SeqCst));
+        let first = cursor.next_step;
+        Ok(Run {
+            args,
+            settings,
+            corpus,
+            model,
+            problem,
+            chosen,
+            folder,
+            executor,
+            optimizer,
+            console,
+            metrics,
+            first,
+            last: None,
+            interrupted,
+            _spill: spill,
+        })
+    }
+
+    /// The remaining steps, then everything that is written at the end.
+    fn finish(mut self) -> Result<Summary> {
+        let steps = self.args.steps.unwrap_or(DEFAULT_STEPS.max(self.first));
+        let mut writer = self.folder.metrics_writer(&self.metrics)?;
+        let mut trace = TraceWriter::new(self.folder.trace_writer()?, "train-lm")
+            .map_err(TrainError::io(&self.folder.trace()))?;
+        let began = Instant::now();
+        self.console.begin(self.first, steps);
+        for step in self.first..steps {
+            if self.interrupted.load(Ordering::SeqCst) {
+                self.console.note("interrupted: the last step is committed");
+                break;
+            }
+            self.step(step, began, &mut writer, &mut trace)?;
+        }
+        self.console.end();
+        trace.finish().and_then(|mut w| w.flush()).map_err(TrainError::io(&self.folder.trace()))?;
+        crate::export::checkpoint(&self.model.decoder, &self.folder)?;
+        let summary = self.summary()?;
+        report::write(&self.folder, &self.report_inputs(&summary))?;
+        self.console.summary(&summary, &self.folder);
+        Ok(summary)
+    }
+
+    fn step(
+        &mut self,
+        step: u64,
+        began: Instant,
+        writer: &mut MetricsWriter,
+        trace: &mut TraceWriter<impl Write>,
+    ) -> Result<()> {
+        let start = Instant::now();
+        let settings = &self.settings;
+        let rows = (0..settings.accum as u64)
+            .map(|m| self.corpus.batch(settings.seed, step, m, settings.batch, settings.seq))
+            .collect::<std::result::Result<Vec<_>, _>>()?;
+        self.model.feed(rows);
+        let store = self.executor.store();
+        store.start_step();
+        let origin = Instant::now();
+        let mut passes = Vec::with_capacity(settings.accum);
+        for micro_batch in 0..settings.accum {
+            let cx = Context { seed: settings.seed, step, micro_batch, layer: None, phase: Phase::Forward };
+            passes.push(self.executor.run(&self.chosen.verified.plan, cx)?);
+        }
+        let loss = self.model.loss();
+        let outcome = self.update(step, origin)?;
+        let zero = Instant::now();
+        self.model.gradients.zero();
+        let zero_grad = Seconds(zero.elapsed().as_secs_f64());
+        let total = Seconds(start.elapsed().as_secs_f64());
+
+        let spans: Vec<&Span> = passes.iter().flat_map(|p| &p.timeline.spans).chain(&outcome.spans).collect();
+        let metrics = self.measure(step, loss, total, zero_grad, &passes, &outcome, &spans);
+        if step - self.first < self.args.trace_steps {
+            let offset = Seconds(origin.duration_since(began).as_secs_f64());
+            let owned: Vec<Span> = spans.into_iter().cloned().collect();
+            trace.step(step, offset, &owned).map_err(TrainError::io(&self.folder.trace()))?;
+        }
+        writer.write(&metrics)?;
+        self.console.step(&metrics, &self.chosen.budgets);
+        if let Some(warning) = &outcome.warning {
+            self.console.warn(warning);
+        }
+        self.metrics.push(metrics);
+        self.last = Some(LastStep { passes, optimizer: outcome.spans });
+        Ok(())
+    }
+
+    /// Runs the optimizer; the weights are the decoder's own, overwritten chunk by chunk.
+    fn update(&mut self, step: u64, origin: Instant) -> Result<StepOutcome> {
+        let lr = self.settings.lr_at(step);
+        let matrices = GroupOptions {
+            lr,
+            betas: (0.9, 0.95),
+            weight_decay: self.settings.weight_decay,
+            ..GroupOptions::default()
+        };
+        let groups: [GroupOptions; GROUPS] = [matrices, GroupOptions { weight_decay: 0.0, ..matrices }];
+        let cursor = Cursor {
+            next_step: step + 1,
+            seed: self.settings.seed,
+            shape_hash: self.chosen.schedule.shape_hash.clone(),
+        };
+        let blob = serde_json::to_vec(&cursor).map_err(TrainError::json(self.folder.path()))?;
+        let input = StepInput {
+            groups: &groups,
+            max_norm: (self.settings.clip > 0.0).then_some(self.settings.clip),
+            blob: &blob,
+            origin: Some(origin),
+            ..StepInput::default()
+        };
+        let gradients = self.model.gradients.read();
+        let views: Vec<Option<&[f32]>> = gradients.iter().map(|g| Some(g.as_slice())).collect();
+        let mut failed = None;
+        let decoder = &self.model.decoder;
+        let outcome = self.optimizer.step(&views, &input, &mut |parameter, first, values| {
+            if let Err(error) = decoder.write_parameter(parameter, first, values) {
+                failed.get_or_insert(error);
+            }
+        })?;
+        failed.map_or(Ok(outcome), |error| Err(error.into()))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one line of metrics is made of all a step measured")]
+    fn measure(
+        &self,
+        step: u64,
+        loss: f32,
+        total: Seconds,
+        zero_grad: Seconds,
+        passes: &[PassReport],
+        outcome: &StepOutcome,
+        spans: &[&Span],
+    ) -> StepMetrics {
+        let tokens = self.settings.tokens() as f64;
+        let mut exposed_s = lazy_model::schedule::ExposedSeconds::default();
+        for pass in passes {
+            exposed_s += pass.exposed;
+        }
+        let seconds = StepSeconds {
+            step: total,
+            forward: passes.iter().map(|p| p.forward).sum(),
+            backward: passes.iter().map(|p| p.backward).sum(),
+            clip: outcome.seconds.norm,
+            optimizer: outcome.seconds.update + outcome.seconds.commit,
+            zero_grad,
+        };
+        let flops = self.model.decoder.spec().flops_per_token_6n() * tokens;
+        StepMetrics {
+            step,
+            loss,
+            grad_norm: outcome.grad_norm.is_finite().then_some(outcome.grad_norm),
+            skipped: outcome.skipped,
+            lr: self.settings.lr_at(step),
+            seconds,
+            tokens_per_s: tokens / total.get(),
+            tflops: flops / total.get() / 1e12,
+            bytes: LaneBytes::of(spans.iter().copied()),
+            exposed_s,
+            peak_bytes: self.peaks(),
+            rss_bytes: resident_bytes(),
+        }
+    }
+
+    /// Measured extents of the store beside the sizes that are declared.
+    fn peaks(&self) -> lazy_model::TierBytes {
+        let store = self.executor.store();
+        let mut peaks = self.problem.fixed;
+        for tier in Tier::ALL {
+            *peaks.get_mut(tier) += store.peak(tier);
+        }
+        let kept = self.problem.saved_bytes.iter().zip(&self.chosen.schedule.keep);
+        peaks.hbm += kept.filter(|(_, keep)| **keep).map(|(b, _)| *b).sum();
+        peaks
+    }
+
+    fn summary(&self) -> Result<Summary> {
+        let own: Vec<&StepMetrics> = self.metrics.iter().filter(|m| m.step >= self.first).collect();
+        let settled: Vec<f64> = own.iter().skip(2).map(|m| m.seconds.step.get()).collect();
+        let measured = (!settled.is_empty()).then(|| median(settled));
+        let peak = |tier: Tier| own.iter().map(|m| m.peak_bytes.get(tier)).max().unwrap_or_default();
+        let last_20: Vec<f64> = self.metrics.iter().rev().take(20).map(|m| f64::from(m.loss)).collect();
+        let store = self.executor.store();
+        Ok(Summary {
+            steps: self.metrics.last().map_or(self.first, |m| m.step + 1),
+            loss_first: self.metrics.first().map(|m| m.loss),
+            loss_last: self.metrics.last().map(|m| m.loss),
+            loss_last_20: (!last_20.is_empty()).then(|| last_20.iter().sum::<f64>() / last_20.len() as f64),
+            unigram_entropy: self.corpus.unigram_entropy(),
+            tokens_per_s: measured.map(|s| self.settings.tokens() as f64 / s),
+            predicted_step_s: self.chosen.verified.promise.step_s.get(),
+            measured_step_s: measured,
+            hbm_peak_bytes: peak(Tier::Hbm),
+            host_peak_bytes: peak(Tier::Host),
+            nvme_peak_bytes: peak(Tier::Nvme),
+            hbm_budget_bytes: self.chosen.budgets.hbm,
+            counts: self.chosen.schedule.counts(),
+            nvme_mode: store.nvme_mode().map_or_else(|| "none".into(), ToString::to_string),
+            weights_digest: digest(&self.model.decoder)?,
+            run: self.folder.path().to_owned(),
+        })
+    }
+
+    fn report_inputs<'b>(&'b self, summary: &'b Summary) -> report::Inputs<'b> {
+        report::Inputs {
+            summary,
+            settings: &self.settings,
+            spec: self.model.decoder.spec(),
+            schedule: &self.chosen.schedule,
+            verified: &self.chosen.verified,
+            problem: &self.problem,
+            budgets: self.chosen.budgets,
+            metrics: &self.metrics,
+            first: self.first,
+            last: self.last.as_ref(),
+        }
+    }
+}
+
+fn open_store(chosen: &Chosen, spill: &RunDir) -> Result<Store> {
+    let extents = chosen.verified.plan.extents;
+    let nvme = (extents.nvme > Bytes::ZERO).then(|| spill_file(spill.path(), extents.nvme));
+    // The verified extents are the budgets: the store refuses whatever the plan did not promise.
+    Ok(Store::open(StoreOptions { hbm: extents.hbm, host: extents.host, nvme, ..StoreOptions::default() })?)
+}
+
+/// Opens or makes the optimizer's state; on opening, the weights are rebuilt from it.
+fn open_state(
+    settings: &Settings,
+    model: &TrainedModel,
+    adam: &AdamOptions,
+    new: bool,
+    schedule: &Schedule,
+) -> Result<(NvmeAdam, Cursor)> {
+    let decoder = &model.decoder;
+    let specs: Vec<ParamSpec> = decoder
+        .parameters()
+        .iter()
+        .map(|(name, v)| ParamSpec::new(name.as_str(), v.dims()).in_group(usize::from(v.rank() < 2)))
+        .collect();
+    let dir = &settings.state_dir;
+    if new {
+        let mut failed = None;
+        let optimizer = NvmeAdam::create(dir, &specs, adam, |parameter, first, values| {
+            let copied = decoder.read_parameter(parameter, |all| {
+                values.copy_from_slice(&all[first..first + values.len()]);
+            });
+            if let Err(error) = copied {
+                failed.get_or_insert(error);
+            }
+        })?;
+        let cursor = Cursor { next_step: 0, seed: settings.seed, shape_hash: schedule.shape_hash.clone() };
+        return failed.map_or(Ok((optimizer, cursor)), |error| Err(error.into()));
+    }
+    let mut optimizer = NvmeAdam::open(dir, &specs, adam)?;
+    let mut failed = None;
+    optimizer.read_weights(&mut |parameter, first, values| {
+        if let Err(error) = decoder.write_parameter(parameter, first, values) {
+            failed.get_or_insert(error);
+        }
+    })?;
+    if let Some(error) = failed {
+        return Err(error.into());
+    }
+    let cursor = match optimizer.blob() {
+        [] => Cursor { next_step: 0, seed: settings.seed, shape_hash: schedule.shape_hash.clone() },
+        blob => serde_json::from_slice(blob).map_err(TrainError::json(dir))?,
+    };
+    if cursor.seed != settings.seed || cursor.shape_hash != schedule.shape_hash {
+        return Err(TrainError::Usage(format!(
+            "the state in {} belongs to another run (seed {} there, {} here)",
+            dir.display(),
+            cursor.seed,
+            settings.seed
+        )));
+    }
+    Ok((optimizer, cursor))
+}
+
+/// SHA-256 over the bytes of all weights in the order of their names.
+///
+/// # Errors
+/// When a weight cannot be read.
+pub fn digest(decoder: &Decoder) -> Result<String> {
+    let mut order: Vec<usize> = (0..decoder.parameters().len()).collect();
+    order.sort_by(|&a, &b| decoder.parameters()[a].0.cmp(&decoder.parameters()[b].0));
+    let mut hasher = Sha256::new();
+    for index in order {
+        decoder.read_parameter(index, |values| {
+            for value in values {
+                hasher.update(value.to_le_bytes());
+            }
+        })?;
+    }
+    Ok(hasher.finalize().iter().map(|b| format!("{b:02x}")).collect())
+}
