@@ -1,0 +1,191 @@
+//! From files and flags to a solved plan.
+
+use std::fs;
+use std::path::Path;
+
+use lazy_model::problem::StepProblem;
+use lazy_model::schedule::{Execution, Promise, SCHEDULE_VERSION, SolveRecord, shape_hash};
+use lazy_model::step::TierBytes;
+use lazy_model::{
+    Bytes, CostChain, HardwareProfile, ModelSpec, Schedule, Seconds, Tier, VerifyError, Workload,
+};
+use lazy_solver::{Solution, solve};
+
+use super::Args;
+
+/// Rounds of making room for what a plan needs in flight. Each solves once; two are usual.
+const MOST_ROUNDS: usize = 16;
+
+/// A solved chain and what belongs to it.
+pub(crate) struct Planned {
+    pub(crate) chain: CostChain,
+    pub(crate) solution: Solution,
+    /// Present with a placement.
+    pub(crate) schedule: Option<Schedule>,
+    /// Present where the layers' times are known and the plan keeps every budget.
+    pub(crate) promise: Option<Promise>,
+    /// What each tier may hold.
+    pub(crate) budgets: TierBytes,
+    /// What the chain's budgets leave out, for messages.
+    pub(crate) budget_note: Option<String>,
+}
+
+impl Planned {
+    /// What the byte column of the table means.
+    pub(crate) fn peak_title(&self) -> &'static str {
+        if self.promise.is_some() { "peak" } else { "bytes" }
+    }
+}
+
+pub(crate) fn plan(args: &Args) -> Result<Planned, String> {
+    match (&args.chain, &args.model) {
+        (Some(path), _) => plan_chain(args, path),
+        (None, Some(path)) => plan_model(args, path),
+        (None, None) => Err("give --chain FILE or --model FILE".into()),
+    }
+}
+
+fn read(path: &Path) -> Result<String, String> {
+    fs::read_to_string(path).map_err(|e| format!("cannot read {}: {e}", path.display()))
+}
+
+fn plan_chain(args: &Args, path: &Path) -> Result<Planned, String> {
+    let chain = CostChain::from_json(&read(path)?).map_err(|e| format!("{}: {e}", path.display()))?;
+    let solution = solve(&chain, &args.options()).map_err(|e| e.to_string())?;
+    let schedule = schedule(&chain, &solution);
+    let budgets = TierBytes {
+        hbm: chain.gpu_budget_bytes,
+        host: chain.cpu_budget_bytes,
+        nvme: chain.nvme_budget_bytes,
+    };
+    Ok(Planned { chain, solution, schedule, promise: None, budgets, budget_note: None })
+}
+
+fn schedule(chain: &CostChain, solution: &Solution) -> Option<Schedule> {
+    Some(Schedule {
+        version: SCHEDULE_VERSION,
+        layers: chain.layers,
+        placement: solution.placement.clone()?,
+        keep: vec![false; chain.layers],
+        execution: Execution::default(),
+        shape_hash: shape_hash(&chain.boundary_bytes),
+        chain_hash: chain.hash(),
+        solve: SolveRecord {
+            status: solution.status.name().into(),
+            method: solution.method.name().into(),
+            solver: "cbc".into(),
+            objective_ms: solution.objective_ms,
+            bound_ms: solution.bound_ms,
+            solve_s: solution.solve,
+        },
+        promise: None,
+    })
+}
+
+/// Plans for a model: solves the chain with the room that is left for boundaries, then verifies the step's exact peak; where
+/// transfers in flight push it over a budget, the room shrinks by the excess and the chain is solved again.
+fn plan_model(args: &Args, path: &Path) -> Result<Planned, String> {
+    let problem = step_problem(args, path)?;
+    let mut room = TierBytes {
+        hbm: problem.budgets.hbm.saturating_sub(problem.fixed.hbm),
+        host: problem.budgets.host.saturating_sub(problem.fixed.host),
+        nvme: problem.budgets.nvme,
+    };
+    let note =
+        format!(" ({} of HBM is taken by weights, gradients and the running layer)", problem.fixed.hbm);
+    for _ in 0..MOST_ROUNDS {
+        let chain = problem.chain(room);
+        let solution = solve(&chain, &args.options()).map_err(|e| e.to_string())?;
+        let mut schedule = schedule(&chain, &solution);
+        let mut promise = None;
+        if let Some(found) = &mut schedule {
+            match problem.verify(found) {
+                Ok(verified) => {
+                    found.promise = Some(verified.promise);
+                    promise = found.promise;
+                }
+                Err(VerifyError::OverBudget { tier, needed, budget, .. }) => {
+                    shrink(&mut room, tier, needed - budget)
+                        .ok_or_else(|| format!("the {tier} budget of {budget} is too small: raise it"))?;
+                    continue;
+                }
+                Err(other) => return Err(other.to_string()),
+            }
+        }
+        let budgets = problem.budgets;
+        return Ok(Planned { chain, solution, schedule, promise, budgets, budget_note: Some(note) });
+    }
+    Err("no plan keeps the budgets once transfers in flight are counted: raise the HBM or host budget".into())
+}
+
+fn shrink(room: &mut TierBytes, tier: Tier, by: Bytes) -> Option<()> {
+    let left = match tier {
+        Tier::Hbm => &mut room.hbm,
+        Tier::Host => &mut room.host,
+        Tier::Nvme => &mut room.nvme,
+    };
+    if *left < by {
+        return None;
+    }
+    *left = *left - by;
+    Some(())
+}
+
+fn step_problem(args: &Args, path: &Path) -> Result<StepProblem, String> {
+    let (Some(batch), Some(seq), Some(profile_path)) = (args.batch, args.seq, &args.profile) else {
+        return Err("--model needs --batch, --seq and --profile".into());
+    };
+    let model = ModelSpec::from_file(path).map_err(|e| e.to_string())?;
+    let work = Workload::new(batch, seq, args.element_bytes).map_err(|e| e.to_string())?;
+    let profile = HardwareProfile::from_json(&read(profile_path)?)
+        .map_err(|e| format!("{}: {e}", profile_path.display()))?;
+    let layers = model.layers();
+    let costs = profile.costs().ok_or_else(|| {
+        format!(
+            "{}: the profile has no `times`; give one with the times of this model's layers",
+            profile_path.display()
+        )
+    })?;
+    if costs.forward.len() != layers {
+        return Err(format!(
+            "{}: the profile has times of {} layers, the model has {layers}",
+            profile_path.display(),
+            costs.forward.len()
+        ));
+    }
+    let budget = |name: &str, mib, gib, tier| {
+        Args::budget(name, mib, gib)?
+            .or(profile.tiers.get(tier))
+            .ok_or_else(|| format!("give --{name}-mib or --{name}-gib: the profile has no {name} capacity"))
+    };
+    let budgets = TierBytes {
+        hbm: budget("hbm", args.hbm_mib, args.hbm_gib, Tier::Hbm)?,
+        host: budget("host", args.host_mib, args.host_gib, Tier::Host)?,
+        nvme: budget("nvme", args.nvme_mib, args.nvme_gib, Tier::Nvme)?,
+    };
+    let parameters = model.total_parameters();
+    let optimizer = profile
+        .optimizer_elements_per_s
+        .as_ref()
+        .filter(|rate| rate.value > 0.0)
+        .map_or(Seconds::ZERO, |rate| Seconds(parameters as f64 / rate.value));
+    Ok(StepProblem {
+        boundary_bytes: vec![model.boundary_bytes(&work); layers + 1],
+        saved_bytes: vec![model.internals_bytes(&work); layers],
+        costs,
+        micro_batches: 1,
+        optimizer,
+        fixed: fixed(&model, &work, parameters),
+        budgets,
+        max_segment: args.max_segment_layers,
+    })
+}
+
+/// HBM that no placement changes: weights and gradients, and the larger of a running layer's internals with their gradients and
+/// the loss's logits with theirs.
+fn fixed(model: &ModelSpec, work: &Workload, parameters: u64) -> TierBytes {
+    let element = work.element_bytes() as u64;
+    let logits = Bytes(work.tokens() * model.vocab as u64 * element);
+    let running = (model.internals_bytes(work) * 2).max(logits * 2);
+    TierBytes { hbm: Bytes(parameters * element) * 2 + running, ..TierBytes::default() }
+}
