@@ -2,7 +2,7 @@
 //!
 //! A [`CostChain`](lazy_model::CostChain) says how large each layer boundary is, what recomputing each layer costs, how fast the
 //! links are and what each tier may hold. [`solve()`] finds, for every boundary, the place that makes the step shortest, and proves it.
-//! Every placement returned has been judged by [`lazy_model::evaluate`] in exact arithmetic.
+//! Every placement returned has been judged by [`evaluate`](lazy_model::evaluate()) in exact arithmetic.
 //!
 //! ```
 //! use lazy_model::CostChain;

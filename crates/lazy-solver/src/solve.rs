@@ -74,7 +74,7 @@ impl Status {
     }
 }
 
-/// The answer. A placement in it has passed [`lazy_model::evaluate`]; the objective is that evaluation's, not the solver's.
+/// The answer. A placement in it has passed [`evaluate`](lazy_model::evaluate()); the objective is that evaluation's, not the solver's.
 #[derive(Clone, Debug)]
 pub struct Solution {
     /// What is known.

@@ -9,12 +9,10 @@ use lazy_model::step::TierBytes;
 use lazy_model::{
     Bytes, CostChain, HardwareProfile, ModelSpec, Schedule, Seconds, Tier, VerifyError, Workload,
 };
-use lazy_solver::{Solution, solve};
+use lazy_solver::step::{StepFailure, StepOptions, solve_step};
+use lazy_solver::{Method, Solution, Status, solve};
 
 use super::Args;
-
-/// Rounds of making room for what a plan needs in flight. Each solves once; two are usual.
-const MOST_ROUNDS: usize = 16;
 
 /// A solved chain and what belongs to it.
 pub(crate) struct Planned {
@@ -26,8 +24,8 @@ pub(crate) struct Planned {
     pub(crate) promise: Option<Promise>,
     /// What each tier may hold.
     pub(crate) budgets: TierBytes,
-    /// What the chain's budgets leave out, for messages.
-    pub(crate) budget_note: Option<String>,
+    /// Why a model has no plan, where it has none.
+    pub(crate) why: Option<String>,
 }
 
 impl Planned {
@@ -58,7 +56,7 @@ fn plan_chain(args: &Args, path: &Path) -> Result<Planned, String> {
         host: chain.cpu_budget_bytes,
         nvme: chain.nvme_budget_bytes,
     };
-    Ok(Planned { chain, solution, schedule, promise: None, budgets, budget_note: None })
+    Ok(Planned { chain, solution, schedule, promise: None, budgets, why: None })
 }
 
 fn schedule(chain: &CostChain, solution: &Solution) -> Option<Schedule> {
@@ -82,53 +80,46 @@ fn schedule(chain: &CostChain, solution: &Solution) -> Option<Schedule> {
     })
 }
 
-/// Plans for a model: solves the chain with the room that is left for boundaries, then verifies the step's exact peak; where
-/// transfers in flight push it over a budget, the room shrinks by the excess and the chain is solved again.
 fn plan_model(args: &Args, path: &Path) -> Result<Planned, String> {
     let problem = step_problem(args, path)?;
-    let mut room = TierBytes {
-        hbm: problem.budgets.hbm.saturating_sub(problem.fixed.hbm),
-        host: problem.budgets.host.saturating_sub(problem.fixed.host),
-        nvme: problem.budgets.nvme,
-    };
-    let note =
-        format!(" ({} of HBM is taken by weights, gradients and the running layer)", problem.fixed.hbm);
-    for _ in 0..MOST_ROUNDS {
-        let chain = problem.chain(room);
-        let solution = solve(&chain, &args.options()).map_err(|e| e.to_string())?;
-        let mut schedule = schedule(&chain, &solution);
-        let mut promise = None;
-        if let Some(found) = &mut schedule {
-            match problem.verify(found) {
-                Ok(verified) => {
-                    found.promise = Some(verified.promise);
-                    promise = found.promise;
-                }
-                Err(VerifyError::OverBudget { tier, needed, budget, .. }) => {
-                    shrink(&mut room, tier, needed - budget)
-                        .ok_or_else(|| format!("the {tier} budget of {budget} is too small: raise it"))?;
-                    continue;
-                }
-                Err(other) => return Err(other.to_string()),
-            }
+    let options = StepOptions { solve: args.options(), prefetch: None };
+    let (status, message) = match solve_step(&problem, &options) {
+        Ok(found) => {
+            return Ok(Planned {
+                chain: found.chain,
+                solution: found.solution,
+                promise: found.schedule.promise,
+                schedule: Some(found.schedule),
+                budgets: problem.budgets,
+                why: None,
+            });
         }
-        let budgets = problem.budgets;
-        return Ok(Planned { chain, solution, schedule, promise, budgets, budget_note: Some(note) });
-    }
-    Err("no plan keeps the budgets once transfers in flight are counted: raise the HBM or host budget".into())
-}
-
-fn shrink(room: &mut TierBytes, tier: Tier, by: Bytes) -> Option<()> {
-    let left = match tier {
-        Tier::Hbm => &mut room.hbm,
-        Tier::Host => &mut room.host,
-        Tier::Nvme => &mut room.nvme,
+        Err(StepFailure::NoIncumbent) => (Status::NoIncumbent, None),
+        Err(
+            e @ (StepFailure::Fixed { .. }
+            | StepFailure::Infeasible { .. }
+            | StepFailure::Verify(VerifyError::OverBudget { .. })),
+        ) => (Status::Infeasible, Some(e.to_string())),
+        Err(e) => return Err(e.to_string()),
     };
-    if *left < by {
-        return None;
-    }
-    *left = *left - by;
-    Some(())
+    Ok(Planned {
+        chain: problem.chain(problem.budgets),
+        solution: Solution {
+            status,
+            placement: None,
+            evaluation: None,
+            objective_ms: None,
+            bound_ms: None,
+            gap: None,
+            solve: Seconds::ZERO,
+            method: Method::Mip,
+            message: None,
+        },
+        schedule: None,
+        promise: None,
+        budgets: problem.budgets,
+        why: message,
+    })
 }
 
 fn step_problem(args: &Args, path: &Path) -> Result<StepProblem, String> {

@@ -103,7 +103,8 @@ impl Args {
 /// With `--json` every verdict of the solver but a failure is a result (exit status 0); without it, only a plan is.
 pub(crate) fn run(args: &Args) -> Result<ExitCode, String> {
     let planned = input::plan(args)?;
-    let remedies = if planned.solution.status == Status::Infeasible {
+    // A model's failure is explained where it is found, with everything HBM holds counted.
+    let remedies = if planned.solution.status == Status::Infeasible && planned.why.is_none() {
         explain(&planned.chain, &args.options()).map_err(|e| e.to_string())?
     } else {
         vec![]

@@ -64,13 +64,13 @@ pub(crate) fn refusal(planned: &Planned, remedies: &[Remedy]) -> String {
             "no placement was found within the time limit ({}); there may be one: raise --time-limit-s",
             solution.solve
         ),
+        Status::Infeasible if planned.why.is_some() => planned.why.clone().unwrap_or_default(),
         Status::Infeasible if remedies.is_empty() => {
             "no placement keeps all rules, and no single budget, block limit or lock is to blame: raise several budgets".into()
         }
         Status::Infeasible => {
             let list: Vec<String> = remedies.iter().map(Remedy::to_string).collect();
-            let note = planned.budget_note.as_deref().unwrap_or("");
-            format!("no placement keeps all rules{note}. Any one of these would help:\n  - {}", list.join("\n  - "))
+            format!("no placement keeps all rules. Any one of these would help:\n  - {}", list.join("\n  - "))
         }
         _ => format!("the solver failed: {}", solution.message.as_deref().unwrap_or("no reason given")),
     }
