@@ -17,6 +17,9 @@ pub(crate) const FORMAT_F32: u32 = 0;
 /// File and section alignment, in bytes: a multiple of what any direct-I/O device asks for.
 pub(crate) const PAGE: u64 = 4096;
 
+/// Highest group index: a record holds hyper-parameters for every group up to the highest named.
+const MAX_GROUP: usize = u16::MAX as usize;
+
 /// Identifies one store, so that files of another cannot be mistaken for its own.
 pub(crate) type StoreId = [u8; 16];
 
@@ -51,6 +54,12 @@ impl Layout {
             if let Some(first) = names.insert(param.name.as_str(), index) {
                 let name = param.name.clone();
                 return Err(OptimError::DuplicateName { name, first, second: index });
+            }
+            if param.group > MAX_GROUP {
+                let (name, group) = (&param.name, param.group);
+                let what =
+                    format!("{name} is in group {group}; number the groups from 0, at most {MAX_GROUP}");
+                return Err(OptimError::Option { what });
             }
             let end = elements(param).and_then(|n| total.checked_add(n)).filter(|n| *n < 1 << 56);
             total = end.ok_or_else(|| OptimError::Option {
@@ -241,5 +250,6 @@ mod tests {
         assert!(Layout::new(&[ParamSpec::new("a", &[usize::MAX, 2])], 1).is_err());
         assert!(Layout::new(&[ParamSpec::new("a", &[1 << 40])], 1).is_err());
         assert!(Layout::new(&[ParamSpec::new("a", &[usize::MAX, 2, 0])], 1).is_ok());
+        assert!(Layout::new(&[ParamSpec::new("a", &[1]).in_group(usize::MAX)], 1).is_err());
     }
 }
