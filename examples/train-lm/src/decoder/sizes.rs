@@ -1,6 +1,6 @@
 //! What the decoder's pieces hold in memory, declared before anything runs.
 
-use lazy_model::{Bytes, LayerIndex, ModelSpec, Parameter};
+use lazy_model::{Bytes, ModelSpec};
 
 use super::Decoder;
 use super::attention::BLOCK;
@@ -22,12 +22,12 @@ pub struct DeclaredSizes {
     /// Every tensor the autograd graph of a layer keeps, except its input and its output, which are boundaries.
     pub layer_internals: Vec<NamedBytes>,
     /// Most that exists at one time during a layer's backward beside weights, boundaries, `dy` and the internals:
-    /// gradients of intermediate tensors, the layer's weight gradients, and the gradient of its input.
+    /// gradients of intermediate tensors, the layer's weight gradients, the gradient of its input, and scratch memory.
     pub layer_gradients: Bytes,
-    /// Scratch memory of a layer's operations.
+    /// Scratch memory of a layer's forward.
     pub layer_workspace: Bytes,
     /// What [`Decoder::loss`] allocates: its results (the gradients of boundary N, norm and head) and the
-    /// intermediate tensors of one group of rows.
+    /// intermediate tensors of one group of rows and the scratch memory of their products.
     pub loss_workspace: Bytes,
     /// All weights.
     pub weights: Bytes,
@@ -53,17 +53,26 @@ impl Decoder {
         let tokens = batch * seq;
         let all = floats(c.total_parameters() as usize);
         let rows = self.loss_rows.min(tokens);
-        let loss = tokens * c.hidden + c.hidden + c.vocab * c.hidden + rows * (3 * c.hidden + c.vocab);
+        let results = tokens * c.hidden + c.hidden + c.vocab * c.hidden;
+        let packing = packed(rows, c.vocab, c.hidden);
+        let loss = results + rows * (3 * c.hidden + c.vocab) + packing;
         DeclaredSizes {
             boundary: floats(tokens * c.hidden),
             layer_internals: layer_internals(c, tokens),
-            layer_gradients: floats(layer_gradients(c, tokens)),
+            layer_gradients: floats(layer_gradients(c, batch, seq)),
             layer_workspace: floats(layer_workspace(c, batch, seq)),
             loss_workspace: floats(loss),
             weights: all,
             gradients: all,
         }
     }
+}
+
+/// What `gemm` allocates to pack the operands of a linear map's forward or of one of its two gradients: blocks of at
+/// most 512 along the summed dimension, and all of the other two.
+fn packed(rows: usize, outputs: usize, inputs: usize) -> usize {
+    let one = |k: usize, m: usize, n: usize| k.min(512) * (m + n);
+    one(inputs, rows, outputs).max(one(outputs, rows, inputs)).max(one(rows, outputs, inputs))
 }
 
 /// The operands of a layer's operations, each of which the graph holds once.
@@ -89,27 +98,41 @@ fn layer_internals(c: &ModelSpec, tokens: usize) -> Vec<NamedBytes> {
     widths.map(part).to_vec()
 }
 
-/// Elements alive at the worst moment of backward. candle adds each gradient to a tensor of zeros, so one that
-/// arrives exists three times for a moment: as it came, as zeros, and as the sum.
-fn layer_gradients(c: &ModelSpec, tokens: usize) -> usize {
-    let (h, q, kv, i) = (c.hidden, c.query_width(), c.kv_width(), c.intermediate);
-    let shapes = c.layer_parameters(LayerIndex(0));
+/// Elements alive at the worst moment of backward, which is one of those listed. candle adds each gradient to a tensor
+/// of zeros, so one that arrives exists three times for a moment: as it came, as zeros, and as the sum.
+fn layer_gradients(c: &ModelSpec, batch: usize, seq: usize) -> usize {
+    let (t, h, q, kv, i) = (batch * seq, c.hidden, c.query_width(), c.kv_width(), c.intermediate);
     let weights = c.parameters_per_layer() as usize;
-    let feed_forward = 3 * h * i;
-    let largest = shapes.iter().map(Parameter::elements).max().unwrap_or(0) as usize;
-    // The gradient of the residual after attention is alive throughout the feed-forward block.
-    let swiglu = tokens * (5 * i + h) + h * i;
-    let gate_or_up = tokens * (2 * i + 4 * h) + feed_forward + 2 * largest;
-    let attention = tokens * (h + 4 * q + 4 * kv) + feed_forward + h * q;
-    let projections = tokens * (q + 2 * kv + 4 * h) + weights + 2 * largest;
-    let first_norm = tokens * 5 * h + weights;
-    [swiglu, gate_or_up, attention, projections, first_norm].into_iter().max().unwrap_or(0)
+    let (wide, square) = (h * i, h * q);
+    // Throughout, the gradient of the residual that goes around the block is alive.
+    let moments = [
+        // The gated activation: its own gradient, those of gate and up, and one of them being added.
+        t * (5 * i + h) + wide,
+        // The first linear map of gate and up: its operands, then its results being added.
+        t * (2 * i + 2 * h) + 2 * wide + packed(t, i, h),
+        t * (2 * i + 4 * h) + 4 * wide,
+        // The second.
+        t * (i + 3 * h) + 3 * wide + packed(t, i, h),
+        t * (i + 4 * h) + 5 * wide,
+        // Attention: its own gradient and those of its operands, which are first computed head by head.
+        t * (h + 4 * q + 4 * kv) + 3 * wide + square + attention_scores(c, batch, seq),
+        // The last of the linear maps of query, key and value.
+        t * (q + kv + 3 * h) + weights + packed(t, q, h),
+        t * (q + kv + 4 * h) + weights + 2 * square,
+        // The first norm: four gradients as wide as the input.
+        t * 5 * h + weights,
+    ];
+    moments.into_iter().max().unwrap_or(0)
 }
 
-/// The scores of a block of queries and their gradients on each thread, and the heads' results before they are
-/// put in their places.
+/// The scores of a block of queries and their gradients, on each thread that works on attention.
+fn attention_scores(c: &ModelSpec, batch: usize, seq: usize) -> usize {
+    2 * rayon::current_num_threads().min(batch * c.kv_heads) * BLOCK.min(seq) * seq
+}
+
+/// The larger of two that do not exist at once: in attention, scores, and the heads' results before they are put in
+/// their places; in a linear map, the packed operands.
 fn layer_workspace(c: &ModelSpec, batch: usize, seq: usize) -> usize {
-    let threads = rayon::current_num_threads().min(batch * c.kv_heads);
-    let scores = 2 * threads * BLOCK.min(seq) * seq;
-    scores + batch * seq * (c.query_width() + 2 * c.kv_width())
+    let attention = attention_scores(c, batch, seq) + batch * seq * c.query_width();
+    attention.max(packed(batch * seq, c.intermediate, c.hidden))
 }
