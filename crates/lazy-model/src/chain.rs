@@ -537,3 +537,74 @@ impl TryFrom<Map<String, Value>> for CostChain {
         Ok(chain)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TINY: &str = r#"{
+        "layers": 2, "layer_window_ms": [1.5, 2], "layer_recompute_ms": [1, 2.25], "boundary_bytes": [10, 20, 30],
+        "param_h2d_bytes": [0, 0], "grad_d2h_bytes": [0, 0],
+        "gpu_budget_bytes": 40, "cpu_budget_bytes": 20, "nvme_budget_bytes": 0,
+        "d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "nvme_write_bytes_per_s": 0, "nvme_read_bytes_per_s": 0,
+        "pcie_window_scale": 1, "nvme_window_scale": 1, "pcie_capacity_fraction": 1, "nvme_capacity_fraction": 1,
+        "max_segment_layers": 2, "checkpoint_penalty": 1e-05, "nvme_tiebreak": 0.001,
+        "locks": {"edges": [[0, 1], [1, 2]], "gpu": [2], "fixed": {"0": "cpu"}},
+        "name": "tiny", "expected": {"status": "optimal"}, "proof": []
+    }"#;
+
+    fn with(key: &str, value: &str) -> Result<CostChain, ChainError> {
+        let mut map: Map<String, Value> = serde_json::from_str(TINY).unwrap();
+        map.insert(key.into(), serde_json::from_str(value).unwrap());
+        CostChain::from_json(&Value::Object(map).to_string())
+    }
+
+    #[test]
+    fn a_chain_survives_writing_and_reading() {
+        let chain = CostChain::from_json(TINY).unwrap();
+        assert_eq!((chain.d2h_first_window_offset, chain.h2d_first_window_offset), (0, 1));
+        let locks = chain.locks.clone().unwrap();
+        assert_eq!(locks.fixed[&BoundaryIndex(0)], Placement::Host);
+        assert_eq!(locks.edges.unwrap().len(), 2);
+        assert_eq!(CostChain::from_json(&chain.to_json()).unwrap(), chain);
+        assert_eq!(serde_json::from_str::<CostChain>(&chain.to_json()).unwrap(), chain);
+    }
+
+    #[test]
+    fn the_hash_is_of_the_problem() {
+        let chain = CostChain::from_json(TINY).unwrap();
+        assert_eq!(chain.hash().len(), 64);
+        assert_eq!(with("name", "\"other\"").unwrap().hash(), chain.hash());
+        assert_eq!(with("layer_window_ms", "[15e-1, 2.0]").unwrap().hash(), chain.hash());
+        assert_ne!(with("layer_window_ms", "[1.5, 2.5]").unwrap().hash(), chain.hash());
+        assert_ne!(with("locks", "null").unwrap().hash(), chain.hash());
+        assert_eq!(with("locks", "null").unwrap().hash(), with("locks", "{}").unwrap().hash());
+    }
+
+    #[test]
+    fn refusals_name_the_key() {
+        for (key, value, named) in [
+            ("layers", "0", "`layers`"),
+            ("layers", "4000000000", "`layers`"),
+            ("layers", "3", "`layer_window_ms`"),
+            ("layer_recompute_ms", "[1, -2]", "`layer_recompute_ms[1]`"),
+            ("boundary_bytes", "[1, 2]", "`boundary_bytes`"),
+            ("boundary_bytes", "[1, 2, 2.5]", "`boundary_bytes[2]`"),
+            ("boundary_bytes", "[1, 2, 18446744073709551615]", "`boundary_bytes`"),
+            ("gpu_budget_bytes", "-1", "`gpu_budget_bytes`"),
+            ("gpu_budget_bytes", "null", "`gpu_budget_bytes`"),
+            ("max_segment_layers", "0", "`max_segment_layers`"),
+            ("pcie_window_scale", "\"1\"", "`pcie_window_scale`"),
+            ("pcie_window_scale", "1e300", "`pcie_window_scale`"),
+            ("windows", "1", "`windows`"),
+            ("locks", "{\"gpu\": [3]}", "`locks.gpu`"),
+            ("locks", "{\"fixed\": {\"0\": \"hbm\"}}", "`locks.fixed.0`"),
+            ("locks", "{\"edges\": [[0, 1, 2]]}", "`locks.edges[0]`"),
+            ("locks", "{\"path\": []}", "`locks.path`"),
+        ] {
+            let message = with(key, value).unwrap_err().to_string();
+            assert!(message.contains(named), "{key}: {value} gave: {message}");
+        }
+        assert!(CostChain::from_json("[]").unwrap_err().to_string().contains("object"));
+    }
+}

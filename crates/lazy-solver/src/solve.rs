@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use lazy_model::{Bytes, CostChain, Evaluation, Placement, Seconds, Tier, Violation, evaluate};
+use lazy_model::{
+    BoundaryIndex, Bytes, CostChain, Evaluation, Placement, Seconds, Tier, Violation, evaluate,
+};
 use serde::Serialize;
 
 use crate::cbc::{self, Outcome};
@@ -130,6 +132,7 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
     };
     match found {
         Found::Plan { placement, evaluation, bound } => {
+            let (placement, evaluation) = keep_closer(chain, placement, evaluation);
             let objective = evaluation.objective_ms;
             let proven = bound.is_some_and(|b| objective - b <= PROVEN_MS + 1e-9 * objective.abs());
             let bound = if proven { Some(objective) } else { bound };
@@ -152,6 +155,44 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
     }
     solution.solve = Seconds(started.elapsed().as_secs_f64());
     Ok(solution)
+}
+
+/// Among plans of equal cost, prefers the one that moves less: a boundary that fits into a faster tier goes there. That takes
+/// traffic away, so the cost cannot rise; the exact check has the last word. The topmost go first, because they are needed back
+/// first.
+fn keep_closer(
+    chain: &CostChain,
+    placement: Vec<Placement>,
+    evaluation: Evaluation,
+) -> (Vec<Placement>, Evaluation) {
+    let mut closer = placement.clone();
+    let mut hbm = chain.gpu_budget_bytes.saturating_sub(evaluation.bytes.hbm);
+    let mut host = chain.cpu_budget_bytes.saturating_sub(evaluation.bytes.host);
+    let locked = |i: usize| {
+        chain.locks.as_ref().is_some_and(|l| l.gpu.is_some() || l.fixed.contains_key(&BoundaryIndex(i)))
+    };
+    for tier in [Placement::Nvme, Placement::Host] {
+        for i in (0..closer.len()).rev().filter(|&i| !locked(i)) {
+            let size = chain.boundary_bytes[i];
+            if closer[i] != tier {
+                continue;
+            }
+            if size <= hbm {
+                hbm = hbm - size;
+                closer[i] = Placement::Hbm;
+                if tier == Placement::Host {
+                    host += size;
+                }
+            } else if tier == Placement::Nvme && size <= host {
+                host = host - size;
+                closer[i] = Placement::Host;
+            }
+        }
+    }
+    match evaluate(chain, &closer) {
+        Ok(better) if better.objective <= evaluation.objective => (closer, better),
+        _ => (placement, evaluation),
+    }
 }
 
 pub(crate) fn check(chain: &CostChain) -> Result<(), SolverError> {

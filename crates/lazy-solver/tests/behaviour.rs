@@ -152,3 +152,12 @@ fn block_limits_and_locks_are_named_when_they_bind() {
         [Remedy::Budget { tier: Tier::Hbm, budget: size * 29, smallest: size * 30 }, Remedy::Unlock]
     );
 }
+
+#[test]
+fn nothing_is_moved_that_could_stay() {
+    // Moving is free while windows have room; with HBM for all, all stays.
+    let mut chain = given("doc_cpu14_free");
+    chain.gpu_budget_bytes = chain.boundary_bytes[0] * 65;
+    chain.nvme_tiebreak = 0.0;
+    assert_eq!(solved(&chain).placement_string().unwrap(), "G".repeat(65));
+}

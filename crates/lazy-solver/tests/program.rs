@@ -99,3 +99,46 @@ fn wrong_usage_and_wrong_files_say_what_to_change() {
     let output = plan_chain("tiny3_hand", &["--time-limit-s", "-1"]);
     assert_ne!(output.status.code(), Some(0));
 }
+
+#[test]
+fn a_model_is_planned_whole_with_its_step_time() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("model");
+    std::fs::create_dir_all(&folder).unwrap();
+    let marked = |value: Value| serde_json::json!({"value": value, "source": "assumed", "by": "this test"});
+    let each = |ms: f64| marked(serde_json::json!(vec![ms; 12]));
+    let one = |x: f64| marked(serde_json::json!(x));
+    let profile = serde_json::json!({
+        "version": 1, "name": "test", "tiers": {},
+        "links": {"d2h_bytes_per_s": one(2e9), "h2d_bytes_per_s": one(2e9),
+                  "nvme_write_bytes_per_s": one(5e8), "nvme_read_bytes_per_s": one(5e8)},
+        "times": {"workload": "test", "forward_ms": each(10.0), "saving_forward_ms": each(11.0), "backward_ms": each(20.0),
+                  "prologue_ms": one(1.0), "prologue_backward_ms": one(1.0), "epilogue_ms": one(9.0)},
+    });
+    let profile_file = folder.join("profile.json");
+    std::fs::write(&profile_file, profile.to_string()).unwrap();
+    let config = folder.join("config.json");
+    let text = r#"{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 12, "vocab_size": 256,
+        "tie_word_embeddings": true, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+        "max_position_embeddings": 256, "attention_bias": false}"#;
+    std::fs::write(&config, text).unwrap();
+    let planned = |hbm: &str| {
+        let (config, profile) = (config.to_str().unwrap(), profile_file.to_str().unwrap());
+        let workload = ["--model", config, "--profile", profile, "--batch", "2", "--seq", "128"];
+        let budgets = ["--host-mib", "1", "--nvme-mib", "1", "--hbm-mib", hbm, "--json"];
+        let output = plan(&[&workload[..], &budgets[..]].concat());
+        assert!(output.status.success(), "{}", text_of(&output));
+        object(&output)
+    };
+    // Room for everything: 12 forwards of 10 ms, 12 saving forwards and backwards of 31 ms, 11 ms around them.
+    let roomy = planned("64");
+    assert_eq!(roomy["counts"]["hbm"], 13);
+    assert!((roomy["predicted_step_s"].as_f64().unwrap() - 0.503).abs() < 1e-6);
+    let cramped = planned("1");
+    assert_eq!(cramped["status"], "infeasible");
+    assert!(cramped["message"].as_str().unwrap().contains("hbm"), "{cramped}");
+}
+
+fn text_of(output: &Output) -> String {
+    text(&output.stderr)
+}
