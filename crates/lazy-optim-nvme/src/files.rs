@@ -15,9 +15,11 @@ pub(crate) const LAYOUT_FILE: &str = "adam.layout";
 /// The two record pages.
 pub(crate) const RECORD_FILE: &str = "adam.record";
 
-/// Opens a folder, and makes it if absent.
+/// Opens a folder for this store alone, and makes it if absent.
 pub(crate) fn open_dir(path: &Path, options: &AdamOptions) -> Result<DurableDir, OptimError> {
     let dir = DurableDir::open(path, &options.io)?;
+    // Two processes that step one state would overwrite each other's slots.
+    dir.lock()?;
     let alignment = dir.alignment();
     if !PAGE.is_multiple_of(alignment as u64) {
         let what = format!(

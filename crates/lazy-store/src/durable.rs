@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use lazy_model::Bytes;
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
 pub use crate::buffer::AlignedBuf;
@@ -165,6 +165,20 @@ impl DurableDir {
         let writer = Worker::start(Op::Write, queue()?, options.depth)?;
         let folder = File::open(path).map_err(|e| StoreError::file("open", path, e))?;
         Ok(DurableDir { inner: Arc::new(Dir { path: path.to_owned(), folder, mode, hooks, reader, writer }) })
+    }
+
+    /// Claims the folder for this `DurableDir` and its clones until the last of them is dropped. The claim is a `flock` on
+    /// the folder, so it ends with the process however that ends, and binds only those who ask for it.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::InUse`] where another one, in this process or another, has claimed it.
+    pub fn lock(&self) -> Result<(), StoreError> {
+        match rustix::fs::flock(&self.inner.folder, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(()),
+            Err(Errno::WOULDBLOCK) => Err(StoreError::InUse { path: self.inner.path.clone() }),
+            Err(e) => Err(StoreError::file("lock", &self.inner.path, e)),
+        }
     }
 
     /// Makes a file of `len` bytes (a multiple of the alignment), all of them allocated, that reads as zeros. Its name is

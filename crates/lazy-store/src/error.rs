@@ -29,6 +29,12 @@ pub enum StoreError {
         /// The longest free range.
         longest: Bytes,
     },
+    /// A folder of durable files has an owner.
+    #[error("{} is in use by another store, here or in another process; stop that one or name another folder", path.display())]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+    },
     /// A range of a schedule lies outside the tier's budget.
     #[error(
         "range {offset}+{wanted} lies outside the {tier} budget of {budget}; the schedule was made for a larger \

@@ -127,3 +127,16 @@ fn t5_dropping_a_transfer_waits_for_it() {
         assert!(buffer.as_slice().iter().all(|&b| b == (1984 + i) as u8));
     }
 }
+
+/// T8: one folder of state, one owner.
+#[test]
+fn t8_a_claimed_folder_is_refused_until_its_owner_is_gone() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let first = DurableDir::open(dir.path(), &IoOptions::default()).unwrap();
+    first.lock().unwrap();
+    let second = DurableDir::open(dir.path(), &IoOptions::default()).unwrap();
+    let message = second.lock().unwrap_err().to_string();
+    assert!(message.contains("in use by another store"), "{message}");
+    drop(first);
+    second.lock().unwrap();
+}

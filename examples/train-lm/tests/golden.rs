@@ -1,0 +1,80 @@
+//! Loss and gradients of transformers' Qwen3, through the executor: boundaries spilled to host and NVMe, layers recomputed.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use candle_core::{DType, Device, Tensor};
+use lazy_model::schedule::Schedule;
+use lazy_model::{ModelSpec, Placement, StepPlan};
+use lazy_runtime::{Context, Executor, Phase};
+use lazy_store::{Store, StoreOptions};
+use train_lm::decoder::{Decoder, with_slice};
+use train_lm::model::{Shape, TrainedModel};
+use train_lm::probe::spill_file;
+
+fn load(case: &str, file: &str) -> BTreeMap<String, Tensor> {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/decoder").join(case).join(file);
+    candle_core::safetensors::load(path, &Device::Cpu).unwrap().into_iter().collect()
+}
+
+fn check(case: &str, letters: &str) {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/decoder").join(case);
+    let weights = load(case, "model.safetensors");
+    let golden = load(case, "golden.safetensors");
+    let json: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(path.join("golden.json")).unwrap()).unwrap();
+    let spec = ModelSpec::from_file(&path.join("config.json")).unwrap();
+    let decoder =
+        Decoder::new(spec, &mut |name, _| with_slice(&weights[name], <[f32]>::to_vec).unwrap()).unwrap();
+    let ids = golden["input_ids"].to_dtype(DType::U32).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+
+    let model = TrainedModel::new(decoder, Shape { batch: 2, seq: 24 }, 0.0);
+    let sizes = vec![model.boundary_bytes(); letters.len()];
+    let mut schedule = Schedule::named("test", &sizes, false);
+    schedule.placement = letters.chars().map(|c| Placement::from_letter(c).unwrap()).collect();
+    let plan = StepPlan::new(&schedule, &sizes).unwrap();
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let store = Store::open(StoreOptions {
+        hbm: plan.extents.hbm,
+        host: plan.extents.host,
+        nvme: Some(spill_file(dir.path(), plan.extents.nvme)),
+        poison: true,
+        ..StoreOptions::default()
+    });
+    let executor = Executor::new(store.unwrap(), model.prologue(), model.layers(), model.epilogue());
+    model.feed(vec![ids]);
+    let cx = Context { seed: 0, step: 0, micro_batch: 0, layer: None, phase: Phase::Forward };
+    executor.run(&plan, cx).unwrap();
+
+    let expected = json["loss"].as_f64().unwrap();
+    assert!(
+        (f64::from(model.loss()) - expected).abs() < 1e-5,
+        "{case}: loss {} for {expected}",
+        model.loss()
+    );
+    let gradients = model.gradients.read();
+    for ((name, _), gradient) in model.decoder.parameters().iter().zip(&gradients) {
+        let want = with_slice(&golden[&format!("grad.{name}")], <[f32]>::to_vec).unwrap();
+        assert_eq!(want.len(), gradient.len());
+        let square = |x: f32| f64::from(x).powi(2);
+        let error: f64 = want.iter().zip(gradient.iter()).map(|(w, g)| square(w - g)).sum();
+        let size: f64 = want.iter().map(|w| square(*w)).sum();
+        assert!(
+            error.sqrt() <= 1e-4 * size.sqrt(),
+            "{case}: gradient of {name} off by {}",
+            (error / size).sqrt()
+        );
+    }
+}
+
+#[test]
+fn tied_model_with_all_three_tiers_and_recomputation() {
+    check("qwen3-tied", "NC-GG");
+    check("qwen3-tied", "C---G");
+}
+
+#[test]
+fn untied_model_with_all_three_tiers_and_recomputation() {
+    check("qwen3-untied", "N-CG");
+}

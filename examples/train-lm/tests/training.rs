@@ -1,0 +1,227 @@
+//! Whole runs of a small model: the same bits whatever the plan, the run folder, resuming, and refusals.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use train_lm::settings::{Prefetch, TrainArgs};
+use train_lm::train::{Summary, train};
+
+/// Five layers of 40 thousand parameters.
+const CONFIG: &str = r#"{
+  "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": false,
+  "vocab_size": 256, "hidden_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+  "head_dim": 16, "intermediate_size": 96, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 128,
+  "tie_word_embeddings": true
+}"#;
+
+/// A folder with a model and a text, on a real file system.
+struct Place {
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Place {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+        let text: String =
+            (0..400).map(|i| format!("{} times {} is {}. ", i % 13, i % 7, (i % 13) * (i % 7))).collect();
+        fs::write(dir.path().join("text.txt"), text).unwrap();
+        Place { dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn args(&self, out: &str) -> TrainArgs {
+        TrainArgs {
+            steps: Some(4),
+            model: Some(self.path("config.json")),
+            text: vec![self.path("text.txt")],
+            batch: Some(2),
+            seq: Some(32),
+            dropout: Some(0.1),
+            plan: "auto".into(),
+            out: Some(self.path(out)),
+            json: true,
+            trace_steps: 200,
+            ..TrainArgs::default()
+        }
+    }
+}
+
+fn run(args: &TrainArgs) -> Summary {
+    train(args).unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn refusal(args: &TrainArgs) -> String {
+    match train(args) {
+        Ok(_) => panic!("was not refused"),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn lines(path: &Path) -> Vec<Value> {
+    fs::read_to_string(path).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect()
+}
+
+#[test]
+fn weights_are_the_same_for_every_plan_prefetch_and_caps() {
+    let place = Place::new();
+    for accum in [1, 3] {
+        let base = TrainArgs { accum: Some(accum), ..place.args(&format!("resident {accum}")) };
+        let expected = run(&TrainArgs { plan: "resident".into(), ..base.clone() });
+        let out = |name: String| Some(place.path(&name));
+        let checkpoint =
+            TrainArgs { plan: "checkpoint".into(), out: out(format!("ck {accum}")), ..base.clone() };
+        assert_eq!(run(&checkpoint).weights_digest, expected.weights_digest, "checkpoint, accum {accum}");
+        for prefetch in [Prefetch::Auto, Prefetch::Blocks(0), Prefetch::Blocks(2), Prefetch::Blocks(4)] {
+            let out = out(format!("auto {accum} {prefetch:?}"));
+            let auto = run(&TrainArgs { prefetch, out, ..base.clone() });
+            assert_eq!(auto.weights_digest, expected.weights_digest, "auto, {prefetch:?}, accum {accum}");
+            let c = auto.counts;
+            assert!(c.hbm > 1 && c.host > 0 && c.nvme > 0 && c.recompute > 0, "all tiers are at work: {c:?}");
+        }
+        let mut other = TrainArgs { seed: Some(2), ..base };
+        other.out = out(format!("seed {accum}"));
+        assert_ne!(run(&other).weights_digest, expected.weights_digest);
+    }
+}
+
+#[test]
+fn a_schedule_file_runs_again_and_is_refused_for_another_workload() {
+    let place = Place::new();
+    let first = run(&place.args("first"));
+    let schedule = place.path("first/schedule.json").to_str().unwrap().to_owned();
+    let again = run(&TrainArgs { plan: schedule.clone(), ..place.args("again") });
+    assert_eq!(again.weights_digest, first.weights_digest);
+    assert_eq!(again.counts, first.counts);
+    let message = refusal(&TrainArgs { plan: schedule, seq: Some(16), ..place.args("other") });
+    assert!(message.contains("another model or workload"), "{message}");
+    assert!(!place.path("other").exists());
+}
+
+#[test]
+fn budgets_hold_and_what_moved_is_written_down() {
+    let place = Place::new();
+    let summary = run(&place.args("run"));
+    let metrics = lines(&place.path("run/metrics.jsonl"));
+    assert_eq!(metrics.len(), 4);
+    let trace: Value =
+        serde_json::from_str(&fs::read_to_string(place.path("run/trace.json")).unwrap()).unwrap();
+    let mut lanes: BTreeMap<String, u64> = BTreeMap::new();
+    for event in trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == "X") {
+        *lanes.entry(event["cat"].as_str().unwrap().into()).or_default() +=
+            event["args"]["bytes"].as_u64().unwrap();
+    }
+    for lane in ["d2h", "h2d", "nvme_write", "nvme_read"] {
+        let sum: u64 = metrics.iter().map(|m| m["bytes"][lane].as_u64().unwrap()).sum();
+        assert!(sum > 0 && lanes[lane] == sum, "{lane}: {sum} in the metrics, {} in the trace", lanes[lane]);
+    }
+    // Boundaries of 2 x 32 x 48 floats: each that leaves HBM crosses the link once each way.
+    let boundary = 2 * 32 * 48 * 4;
+    let away = (summary.counts.host + summary.counts.nvme) as u64;
+    assert_eq!(metrics[3]["bytes"]["d2h"], boundary * away);
+    assert_eq!(metrics[3]["bytes"]["h2d"], boundary * away);
+    assert!(summary.hbm_peak_bytes <= summary.hbm_budget_bytes);
+    let schedule: Value =
+        serde_json::from_str(&fs::read_to_string(place.path("run/schedule.json")).unwrap()).unwrap();
+    for tier in ["hbm", "host", "nvme"] {
+        let promised = schedule["promise"]["peak_bytes"][tier].as_u64().unwrap();
+        assert!(metrics.iter().all(|m| m["peak_bytes"][tier].as_u64().unwrap() <= promised), "{tier}");
+    }
+    for file in ["report.html", "checkpoint/model.safetensors", "checkpoint/config.json", "run.json"] {
+        assert!(place.path("run").join(file).metadata().unwrap().len() > 0, "{file}");
+    }
+    let spill = fs::read_dir(place.path("spill")).unwrap().count();
+    assert_eq!(spill, 0, "the run left nothing in its spill folder");
+}
+
+#[test]
+fn a_resumed_run_continues_bit_for_bit() {
+    let place = Place::new();
+    let straight = run(&TrainArgs { steps: Some(7), ..place.args("straight") });
+    run(&TrainArgs { steps: Some(3), ..place.args("cut") });
+    let resume = TrainArgs {
+        steps: Some(7),
+        resume: Some(place.path("cut")),
+        plan: "checkpoint".into(),
+        json: true,
+        ..TrainArgs::default()
+    };
+    let resumed = run(&resume);
+    assert_eq!(resumed.weights_digest, straight.weights_digest);
+    assert_eq!(resumed.loss_first, straight.loss_first);
+    assert_eq!(resumed.loss_last, straight.loss_last);
+    assert_eq!(lines(&place.path("cut/metrics.jsonl")).len(), 7);
+    let message = refusal(&TrainArgs { lr: Some(0.5), ..resume.clone() });
+    assert!(message.contains("--lr cannot be changed"), "{message}");
+    fs::write(place.path("text.txt"), "something else entirely, and long enough for a row of thirty-two")
+        .unwrap();
+    let message = refusal(&resume);
+    assert!(message.contains("text has changed"), "{message}");
+}
+
+#[test]
+fn it_learns_more_than_byte_frequencies() {
+    let place = Place::new();
+    let args =
+        TrainArgs { steps: Some(80), dropout: None, lr: Some(1e-2), seq: Some(48), ..place.args("run") };
+    let summary = run(&args);
+    assert!(
+        summary.loss_last_20.unwrap() < 0.9 * summary.unigram_entropy,
+        "loss {:?}, unigram entropy {}",
+        summary.loss_last_20,
+        summary.unigram_entropy
+    );
+}
+
+#[test]
+fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
+    let place = Place::new();
+    let base = place.args("run");
+    fs::write(place.path("bad.json"), "{ \"model_type\": \"qwen3\", ").unwrap();
+    fs::write(place.path("gpt.json"), CONFIG.replace("\"qwen3\"", "\"gpt2\"")).unwrap();
+    fs::write(place.path("hole.json"), CONFIG.replace("\"hidden_size\": 48, ", "")).unwrap();
+    fs::write(place.path("empty.txt"), "").unwrap();
+    fs::write(place.path("not-a-schedule.json"), "[]").unwrap();
+    fs::create_dir(place.path("full")).unwrap();
+    fs::write(place.path("full/file"), "x").unwrap();
+    let model = |name: &str| TrainArgs { model: Some(place.path(name)), ..base.clone() };
+    let text = |name: &str| TrainArgs { text: vec![place.path(name)], ..base.clone() };
+    let budget = |edit: fn(&mut TrainArgs)| {
+        let mut args = base.clone();
+        edit(&mut args);
+        args
+    };
+    let file = place.path("not-a-schedule.json").to_str().unwrap().to_owned();
+    let cases = [
+        (model("absent.json"), "absent.json"),
+        (model("bad.json"), "not valid JSON"),
+        (model("gpt.json"), "gpt2"),
+        (model("hole.json"), "hidden_size"),
+        (text("empty.txt"), "no text"),
+        (text("absent.txt"), "absent.txt"),
+        (TrainArgs { seq: Some(100_000), ..base.clone() }, "give more text or shorter sequences"),
+        (TrainArgs { plan: file, ..base.clone() }, "schedule is not valid"),
+        (TrainArgs { plan: "no-such-plan".into(), ..base.clone() }, "`auto`, `resident`, `checkpoint`"),
+        (budget(|a| a.budgets.hbm_mib = Some(1)), "hbm cap is 1.00 MiB"),
+        (budget(|a| a.budgets.host_mib = Some(0)), "host cap is 0 B"),
+        (budget(|a| a.budgets.hbm_gib = Some(f64::NAN)), "--hbm-gib"),
+        (TrainArgs { out: Some(place.path("full")), ..base.clone() }, "is not empty"),
+        (TrainArgs { nvme_dir: Some(place.path("text.txt")), ..base.clone() }, "text.txt"),
+        (
+            TrainArgs { out: None, resume: Some(place.path("full")), ..base.clone() },
+            "--resume takes the folder of a run",
+        ),
+        (TrainArgs { device: train_lm::settings::DeviceChoice::Cuda, ..base.clone() }, "--device"),
+    ];
+    for (args, words) in cases {
+        let message = refusal(&args);
+        assert!(message.contains(words), "wanted {words:?} in: {message}");
+        assert!(!place.path("run").exists(), "{message}");
+    }
+}
