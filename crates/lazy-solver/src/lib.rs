@@ -30,6 +30,8 @@
 //! An infeasible chain, a time limit that came too early and a solver that gave up are results, told apart by [`Status`];
 //! [`explain()`] says which single change makes an infeasible chain feasible. `docs/model.md` derives the program.
 
+#[cfg(feature = "cli")]
+pub mod budgets;
 mod cbc;
 mod error;
 mod explain;

@@ -2,12 +2,13 @@
 
 use lazy_model::{Bytes, HardwareProfile, Schedule, StepProblem, Tier, TierBytes, Verified};
 use lazy_optim_nvme::{AdamOptions, NvmeAdam};
+use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::step::{StepOptions, best_distance, solve_step};
 
 use crate::error::{Result, TrainError};
 use crate::model::TrainedModel;
 use crate::probe::optimizer_time;
-use crate::settings::{BudgetArgs, Prefetch, Settings};
+use crate::settings::{Prefetch, Settings};
 
 /// Most layers between two saved boundaries.
 const MAX_SEGMENT: usize = 4;
@@ -69,7 +70,9 @@ pub fn problem(
     } else {
         TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN }
     };
-    let cap = |tier| Ok::<_, TrainError>(budgets.cap(tier)?.unwrap_or(defaults.get(tier)));
+    let cap = |tier| {
+        Ok::<_, TrainError>(budgets.cap(tier).map_err(TrainError::Usage)?.unwrap_or(defaults.get(tier)))
+    };
     Ok(StepProblem {
         boundary_bytes: vec![boundary; n + 1],
         saved_bytes: layers.iter().map(|l| l.saved_bytes()).collect(),
@@ -87,8 +90,8 @@ pub fn problem(
 fn default_budgets(layers: u64, boundary: Bytes, fixed: TierBytes) -> TierBytes {
     let room = |boundaries: u64| Bytes(boundary.align_up(4096).get() * boundaries);
     TierBytes {
-        hbm: fixed.hbm + room(layers / 3 + 5),
-        host: fixed.host + room(layers / 4 + 2),
+        hbm: fixed.hbm + room(layers / 3 + 3),
+        host: fixed.host + room(layers / 4 + 1),
         nvme: fixed.nvme + room((layers / 6).max(1)),
     }
 }

@@ -3,64 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use lazy_model::{Bytes, Tier};
+use lazy_solver::budgets::BudgetArgs;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, TrainError};
 use crate::model::Shape;
-
-/// Caps and the machine they are for: shared by `plan` and `train`.
-#[derive(Args, Clone, Debug, Default)]
-#[command(next_help_heading = "Budgets and machine")]
-pub struct BudgetArgs {
-    /// HBM for everything: weights, gradients, activations, workspace
-    #[arg(long, value_name = "MIB")]
-    pub hbm_mib: Option<u64>,
-    /// The same in GiB
-    #[arg(long, value_name = "GIB", conflicts_with = "hbm_mib")]
-    pub hbm_gib: Option<f64>,
-    /// Pinned host RAM: boundaries, staging, the optimizer's ring
-    #[arg(long, value_name = "MIB")]
-    pub host_mib: Option<u64>,
-    /// The same in GiB
-    #[arg(long, value_name = "GIB", conflicts_with = "host_mib")]
-    pub host_gib: Option<f64>,
-    /// NVMe space for boundaries (the optimizer's state is counted apart)
-    #[arg(long, value_name = "MIB")]
-    pub nvme_mib: Option<u64>,
-    /// The same in GiB
-    #[arg(long, value_name = "GIB", conflicts_with = "nvme_mib")]
-    pub nvme_gib: Option<f64>,
-    /// Hardware profile: a JSON file made by `probe`; default: measured now
-    #[arg(long, value_name = "FILE")]
-    pub profile: Option<PathBuf>,
-}
-
-impl BudgetArgs {
-    /// The cap of a tier, if one was given.
-    ///
-    /// # Errors
-    /// When it is not a positive, finite size.
-    pub fn cap(&self, tier: Tier) -> Result<Option<Bytes>> {
-        let (mib, gib) = match tier {
-            Tier::Hbm => (self.hbm_mib, self.hbm_gib),
-            Tier::Host => (self.host_mib, self.host_gib),
-            Tier::Nvme => (self.nvme_mib, self.nvme_gib),
-        };
-        if let Some(gib) = gib {
-            if !(gib.is_finite() && (0.0..1e9).contains(&gib)) {
-                return Err(TrainError::Usage(format!("--{tier}-gib {gib}: give a size in GiB, 0 or more")));
-            }
-            return Ok(Some(Bytes::from_gib(gib)));
-        }
-        match mib {
-            Some(mib) if mib >= 1 << 40 => Err(TrainError::Usage(format!(
-                "--{tier}-mib {mib}: no machine has that much; give a size in MiB"
-            ))),
-            other => Ok(other.map(Bytes::from_mib)),
-        }
-    }
-}
 
 /// Where the layers' arithmetic runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]

@@ -48,6 +48,9 @@ fn read(path: &Path) -> Result<String, String> {
 }
 
 fn plan_chain(args: &Args, path: &Path) -> Result<Planned, String> {
+    if !args.budgets.is_empty() {
+        return Err("a chain brings its own budgets and rates: leave out --profile and the size flags, or change the file".into());
+    }
     let chain = CostChain::from_json(&read(path)?).map_err(|e| format!("{}: {e}", path.display()))?;
     let solution = solve(&chain, &args.options()).map_err(|e| e.to_string())?;
     let schedule = schedule(&chain, &solution);
@@ -123,7 +126,7 @@ fn plan_model(args: &Args, path: &Path) -> Result<Planned, String> {
 }
 
 fn step_problem(args: &Args, path: &Path) -> Result<StepProblem, String> {
-    let (Some(batch), Some(seq), Some(profile_path)) = (args.batch, args.seq, &args.profile) else {
+    let (Some(batch), Some(seq), Some(profile_path)) = (args.batch, args.seq, &args.budgets.profile) else {
         return Err("--model needs --batch, --seq and --profile".into());
     };
     let model = ModelSpec::from_file(path).map_err(|e| e.to_string())?;
@@ -144,16 +147,13 @@ fn step_problem(args: &Args, path: &Path) -> Result<StepProblem, String> {
             costs.forward.len()
         ));
     }
-    let budget = |name: &str, mib, gib, tier| {
-        Args::budget(name, mib, gib)?
+    let budget = |tier| {
+        args.budgets
+            .cap(tier)?
             .or(profile.tiers.get(tier))
-            .ok_or_else(|| format!("give --{name}-mib or --{name}-gib: the profile has no {name} capacity"))
+            .ok_or_else(|| format!("give --{tier}-mib or --{tier}-gib: the profile has no {tier} capacity"))
     };
-    let budgets = TierBytes {
-        hbm: budget("hbm", args.hbm_mib, args.hbm_gib, Tier::Hbm)?,
-        host: budget("host", args.host_mib, args.host_gib, Tier::Host)?,
-        nvme: budget("nvme", args.nvme_mib, args.nvme_gib, Tier::Nvme)?,
-    };
+    let budgets = TierBytes { hbm: budget(Tier::Hbm)?, host: budget(Tier::Host)?, nvme: budget(Tier::Nvme)? };
     let parameters = model.total_parameters();
     let optimizer = profile
         .optimizer_elements_per_s

@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use lazy_model::{Bytes, Seconds};
+use lazy_model::Seconds;
+use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::{Method, SolveOptions, Status, explain};
 
 /// Plans where the activation at every layer boundary lives between forward and backward: in HBM, in host RAM, on NVMe, or nowhere
@@ -20,7 +21,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     chain: Option<PathBuf>,
     /// Model to plan for: a Hugging Face style config.json.
-    #[arg(long, value_name = "FILE", requires_all = ["batch", "seq", "profile"])]
+    #[arg(long, value_name = "FILE", requires_all = ["batch", "seq"])]
     model: Option<PathBuf>,
     /// Sequences in a batch.
     #[arg(long, value_name = "N", conflicts_with = "chain")]
@@ -28,33 +29,15 @@ pub(crate) struct Args {
     /// Tokens in a sequence.
     #[arg(long, value_name = "N", conflicts_with = "chain")]
     seq: Option<usize>,
-    /// Hardware profile (JSON) with the links' rates and the layers' times.
-    #[arg(long, value_name = "FILE", conflicts_with = "chain")]
-    profile: Option<PathBuf>,
     /// Bytes of an activation, weight or gradient element.
     #[arg(long, value_name = "N", default_value_t = 4, conflicts_with = "chain")]
     element_bytes: usize,
     /// Most layers between two saved boundaries.
     #[arg(long, value_name = "N", default_value_t = 4, conflicts_with = "chain")]
     max_segment_layers: usize,
-    /// HBM for everything: weights, gradients, activations (MiB).
-    #[arg(long, value_name = "N", conflicts_with_all = ["chain", "hbm_gib"])]
-    hbm_mib: Option<f64>,
-    /// The same in GiB.
-    #[arg(long, value_name = "N", conflicts_with = "chain")]
-    hbm_gib: Option<f64>,
-    /// Host RAM for activations (MiB).
-    #[arg(long, value_name = "N", conflicts_with_all = ["chain", "host_gib"])]
-    host_mib: Option<f64>,
-    /// The same in GiB.
-    #[arg(long, value_name = "N", conflicts_with = "chain")]
-    host_gib: Option<f64>,
-    /// NVMe space for activations (MiB).
-    #[arg(long, value_name = "N", conflicts_with_all = ["chain", "nvme_gib"])]
-    nvme_mib: Option<f64>,
-    /// The same in GiB.
-    #[arg(long, value_name = "N", conflicts_with = "chain")]
-    nvme_gib: Option<f64>,
+    /// Caps and machine; a chain brings its own.
+    #[command(flatten)]
+    budgets: BudgetArgs,
     /// Stop after this many seconds with the best plan found; without it, search until proven.
     #[arg(long, value_name = "S")]
     time_limit_s: Option<f64>,
@@ -82,19 +65,6 @@ impl Args {
             MethodFlag::Mip => Method::Mip,
         };
         SolveOptions { time_limit: self.time_limit_s.map(Seconds), method }
-    }
-
-    /// The budget given by one of two flags, as a name to print and a size.
-    fn budget(name: &str, mib: Option<f64>, gib: Option<f64>) -> Result<Option<Bytes>, String> {
-        let (unit, value, bytes) = match (mib, gib) {
-            (Some(mib), _) => ("mib", mib, mib / 1024.0),
-            (_, Some(gib)) => ("gib", gib, gib),
-            _ => return Ok(None),
-        };
-        if (0.0..1e9).contains(&bytes) {
-            return Ok(Some(Bytes::from_gib(bytes)));
-        }
-        Err(format!("--{name}-{unit} {value}: give a size of 0 or more, below 1e9 GiB"))
     }
 }
 
