@@ -2,6 +2,7 @@
 //!
 //! `tests/data/decoder` holds two tiny models with their loss and every gradient, made by transformers 5.24 on PyTorch
 //! 2.15 (CPU, float32).
+#![allow(clippy::unwrap_used, clippy::panic)] // Helpers of tests may unwrap, as tests do.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

