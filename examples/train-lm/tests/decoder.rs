@@ -206,7 +206,7 @@ fn gradients_with_dropout_over_several_blocks_agree_with_differences() {
         let magnitude = (norm(&weight) / (weight.len() as f64).sqrt()) as f32;
         let along = initial_values(5, &name, &[weight.len(), 1]);
         let along: Vec<f32> = along.iter().map(|v| v * 50.0 * magnitude).collect();
-        let mut at = |sign: f32| {
+        let at = |sign: f32| {
             let moved: Vec<f32> = weight.iter().zip(&along).map(|(w, d)| w + sign * step * d).collect();
             decoder.write_parameter(*index, 0, &moved).unwrap();
             scalar(&decoder, x.as_tensor(), &dy, &cx)
