@@ -136,7 +136,7 @@ pub struct StepOutcome {
     pub bytes_read: Bytes,
     /// Bytes written to the state's files.
     pub bytes_written: Bytes,
-    /// Chunk reads, updates and writes, and the commit, on the optimizer lane.
+    /// What ran when: transfers and the commit on the lanes of the drive, arithmetic on the optimizer lane.
     pub spans: Vec<Span>,
     /// Something the caller should show: for example a norm so large that clipping pushes gradients under `eps`.
     pub warning: Option<String>,

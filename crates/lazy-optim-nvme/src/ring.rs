@@ -55,10 +55,11 @@ impl Log {
         Log { origin, read: Bytes::ZERO, written: Bytes::ZERO, spans: Vec::new() }
     }
 
-    pub(crate) fn span(&mut self, name: String, start: Instant, end: Instant, bytes: Bytes) {
+    /// Records work on the lane that did it: arithmetic on the optimizer's, transfers on the drive's.
+    pub(crate) fn span(&mut self, lane: Lane, name: String, start: Instant, end: Instant, bytes: Bytes) {
         let since = |t: Instant| Seconds(t.saturating_duration_since(self.origin).as_secs_f64());
         let (start, end) = (since(start), since(end));
-        self.spans.push(Span { name, lane: Lane::Optimizer, start, end, bytes, blocked_on: None });
+        self.spans.push(Span { name, lane, start, end, bytes, blocked_on: None });
     }
 }
 
@@ -179,11 +180,11 @@ impl<P: Pass> Trip<'_, P> {
             }
             let Some(flight) = self.reading.pop_front() else { break };
             let chunk = flight.chunk;
-            let buffers = self.land(flight, "read")?;
+            let buffers = self.land(flight, Lane::NvmeRead)?;
             self.work(chunk, buffers)?;
         }
         while let Some(flight) = self.writing.pop_front() {
-            let buffers = self.land(flight, "write")?;
+            let buffers = self.land(flight, Lane::NvmeWrite)?;
             self.ring.give_back(buffers);
         }
         Ok(())
@@ -196,7 +197,7 @@ impl<P: Pass> Trip<'_, P> {
             return Ok(buffers);
         }
         match self.writing.pop_front() {
-            Some(flight) => self.land(flight, "write"),
+            Some(flight) => self.land(flight, Lane::NvmeWrite),
             None => Err(OptimError::Option {
                 what: "the chunk ring lost its buffers; open the store again".into(),
             }),
@@ -228,14 +229,18 @@ impl<P: Pass> Trip<'_, P> {
         Flight { chunk, moving: moving.collect(), resting, bytes }
     }
 
-    fn land(&mut self, flight: Flight, what: &str) -> Result<Buffers, OptimError> {
+    fn land(&mut self, flight: Flight, lane: Lane) -> Result<Buffers, OptimError> {
         let (chunk, bytes) = (flight.chunk, flight.bytes);
         let (buffers, result) = flight.land();
         match result {
             Ok(Some((start, end))) => {
+                let (what, total) = match lane {
+                    Lane::NvmeRead => ("read", &mut self.log.read),
+                    _ => ("write", &mut self.log.written),
+                };
+                *total += bytes;
                 let name = format!("{what} bucket {} from element {}", chunk.bucket, chunk.first);
-                self.log.span(name, start, end, bytes);
-                *if what == "read" { &mut self.log.read } else { &mut self.log.written } += bytes;
+                self.log.span(lane, name, start, end, bytes);
                 Ok(buffers)
             }
             Ok(None) => Ok(buffers),
@@ -264,7 +269,7 @@ impl<P: Pass> Trip<'_, P> {
             return Err(error);
         }
         let name = format!("{} bucket {} from element {}", P::NAME, chunk.bucket, chunk.first);
-        self.log.span(name, started, Instant::now(), Bytes::ZERO);
+        self.log.span(Lane::Optimizer, name, started, Instant::now(), Bytes::ZERO);
         if P::WRITES == 0 {
             self.ring.give_back(buffers);
             return Ok(());

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use lazy_model::{Bytes, Seconds};
+use lazy_model::{Bytes, Lane, Seconds};
 use rayon::prelude::*;
 
 use crate::adam::Rule;
@@ -39,7 +39,7 @@ impl NvmeAdam {
         let clip_coefficient = norm::clip_coefficient(grad_norm, input.max_norm);
         let mut outcome = StepOutcome { grad_norm, clip_coefficient, ..StepOutcome::default() };
         let normed = Instant::now();
-        log.span("gradient norm".into(), started, normed, Bytes::ZERO);
+        log.span(Lane::Optimizer, "gradient norm".into(), started, normed, Bytes::ZERO);
         outcome.seconds.norm = elapsed(started, normed);
         if grad_norm.is_finite() {
             outcome.warning = stalled(grads, input, grad_norm, clip_coefficient);
@@ -64,7 +64,11 @@ impl NvmeAdam {
         // Set first and taken back at the end, so that a panic in `weights` latches too.
         let interrupted = || "it was interrupted".to_string();
         self.latch = Some(Latch { reason: interrupted(), reopen: true });
-        log.written += self.confirm().map_err(|error| self.latched(error, true))?;
+        let confirmed = self.confirm().map_err(|error| self.latched(error, true))?;
+        if confirmed > Bytes::ZERO {
+            log.written += confirmed;
+            log.span(Lane::NvmeWrite, "confirm the record".into(), started, Instant::now(), confirmed);
+        }
         self.latch = Some(Latch { reason: interrupted(), reopen: false });
         let fresh = self
             .update(grads, input, outcome.clip_coefficient, weights, log)
@@ -86,7 +90,7 @@ impl NvmeAdam {
         }
         self.latch = None;
         let committed = Instant::now();
-        log.span("commit".into(), updated, committed, log.written - streamed);
+        log.span(Lane::NvmeWrite, "commit".into(), updated, committed, log.written - streamed);
         outcome.seconds.commit = elapsed(updated, committed);
         Ok(())
     }

@@ -13,9 +13,11 @@ use crate::solve::{Solution, SolveOptions, Status, solve};
 
 /// Read-ahead distances that are tried when none is asked for, in blocks.
 const DISTANCES: [usize; 5] = [0, 1, 2, 3, 4];
+/// Buffers for writes in flight that are tried. Fewer need less HBM and may make the forward pass wait.
+const WRITES_IN_FLIGHT: [usize; 3] = [2, 1, 0];
 /// Rounds of shrinking a budget. Each takes at least one boundary out of a tier, and few are ever needed.
 const MOST_ROUNDS: usize = 32;
-/// A longer read-ahead must save this share of the step to be worth its memory.
+/// More room must save this share of the step to be worth its memory.
 const WORTH_IT: f64 = 1e-4;
 
 /// How to plan a step.
@@ -126,7 +128,7 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
             },
             promise: None,
         };
-        match best_distance(problem, &bare, options.prefetch) {
+        match best_execution(problem, &bare, options.prefetch) {
             Ok((schedule, verified)) => return Ok(StepSolution { schedule, verified, solution, chain }),
             Err(VerifyError::OverBudget { tier, needed, budget, fixed }) => {
                 let smaller = room.get(tier).saturating_sub(needed - budget);
@@ -142,11 +144,12 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
     Err(overflow.map_or(StepFailure::NoIncumbent, StepFailure::Verify))
 }
 
-/// Verifies `schedule` with the read-ahead asked for, or with the shortest one that is worth it; fills in the promise.
+/// Verifies `schedule` with several amounts of room for transfers beside arithmetic, and returns the fastest that keeps the budgets;
+/// among equals, the one that needs least. `prefetch` fixes the read-ahead. Fills in the promise.
 ///
 /// # Errors
-/// What the schedule breaks, at the distance that needs least.
-pub fn best_distance(
+/// What the schedule breaks where it needs least.
+pub fn best_execution(
     problem: &StepProblem,
     schedule: &Schedule,
     prefetch: Option<usize>,
@@ -154,9 +157,11 @@ pub fn best_distance(
     let distances = prefetch.map_or(DISTANCES.to_vec(), |d| vec![d]);
     let mut best: Option<(Schedule, Verified)> = None;
     let mut refused = None;
-    for distance in distances {
+    let smallest_first = WRITES_IN_FLIGHT.iter().rev();
+    for (writes, distance) in smallest_first.flat_map(|&w| distances.iter().map(move |&d| (w, d))) {
         let mut tried = schedule.clone();
         tried.execution.prefetch = distance;
+        tried.execution.writes_in_flight = writes;
         match problem.verify(&tried) {
             Ok(verified) => {
                 tried.promise = Some(verified.promise);
@@ -173,7 +178,7 @@ pub fn best_distance(
     match (best, refused) {
         (Some(best), _) => Ok(best),
         (None, Some(error)) => Err(error),
-        // The list of distances is never empty.
+        // Neither list is empty.
         (None, None) => problem.verify(schedule).map(|v| (schedule.clone(), v)),
     }
 }

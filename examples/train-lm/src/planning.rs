@@ -3,7 +3,7 @@
 use lazy_model::{Bytes, HardwareProfile, Schedule, StepProblem, Tier, TierBytes, Verified};
 use lazy_optim_nvme::{AdamOptions, NvmeAdam};
 use lazy_solver::budgets::BudgetArgs;
-use lazy_solver::step::{StepOptions, best_distance, solve_step};
+use lazy_solver::step::{StepOptions, best_execution, solve_step};
 
 use crate::error::{Result, TrainError};
 use crate::model::TrainedModel;
@@ -42,6 +42,7 @@ pub fn problem(
     adam: &AdamOptions,
     budgets: &BudgetArgs,
     plan: &str,
+    prefetch: Prefetch,
 ) -> Result<StepProblem> {
     let shape = settings.shape();
     let layers = model.layers();
@@ -66,7 +67,7 @@ pub fn problem(
         nvme: Bytes::ZERO,
     };
     let defaults = if plan == "auto" {
-        default_budgets(n as u64, boundary, fixed)
+        default_budgets(n as u64, boundary, fixed, prefetch.blocks().unwrap_or(0) as u64)
     } else {
         TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN }
     };
@@ -86,11 +87,11 @@ pub fn problem(
 }
 
 /// Caps into which the activations do not fit, so that a first run shows all tiers at work: HBM for a third of the boundaries and
-/// what a step holds beside them, host RAM for a quarter and staging, NVMe for a sixth; the rest has to be recomputed.
-fn default_budgets(layers: u64, boundary: Bytes, fixed: TierBytes) -> TierBytes {
+/// what a step holds beside them (read-ahead that was asked for included), host RAM for a quarter and staging, NVMe for a sixth; the rest has to be recomputed.
+fn default_budgets(layers: u64, boundary: Bytes, fixed: TierBytes, prefetch: u64) -> TierBytes {
     let room = |boundaries: u64| Bytes(boundary.align_up(4096).get() * boundaries);
     TierBytes {
-        hbm: fixed.hbm + room(layers / 3 + 3),
+        hbm: fixed.hbm + room((layers / 3 + 3).max(6) + prefetch),
         host: fixed.host + room(layers / 4 + 1),
         nvme: fixed.nvme + room((layers / 6).max(1)),
     }
@@ -119,7 +120,7 @@ pub fn choose(problem: &StepProblem, plan: &str, prefetch: Prefetch) -> Result<C
         }
         "resident" | "checkpoint" => {
             let schedule = Schedule::named(plan, &problem.boundary_bytes, plan == "resident");
-            best_distance(problem, &schedule, prefetch.blocks())?
+            best_execution(problem, &schedule, prefetch.blocks())?
         }
         file => {
             let text = std::fs::read_to_string(file).map_err(|source| {
@@ -129,7 +130,7 @@ pub fn choose(problem: &StepProblem, plan: &str, prefetch: Prefetch) -> Result<C
             })?;
             let schedule = Schedule::from_json(&text)?;
             let distance = prefetch.blocks().unwrap_or(schedule.execution.prefetch);
-            best_distance(problem, &schedule, Some(distance))?
+            best_execution(problem, &schedule, Some(distance))?
         }
     };
     let mut budgets = problem.budgets;

@@ -34,20 +34,8 @@ impl RunFolder {
     /// # Errors
     /// When the folder exists and is not empty, or cannot be made.
     pub fn create(path: &Path, settings: &Settings, config: &str) -> Result<RunFolder> {
-        match fs::read_dir(path) {
-            Ok(mut entries) => {
-                if entries.next().is_some() {
-                    return Err(TrainError::Usage(format!(
-                        "{} is not empty: name a new folder with --out, or continue its run with --resume",
-                        path.display()
-                    )));
-                }
-            }
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                fs::create_dir_all(path).map_err(TrainError::io(path))?;
-            }
-            Err(e) => return Err(TrainError::io(path)(e)),
-        }
+        check_free(path)?;
+        fs::create_dir_all(path).map_err(TrainError::io(path))?;
         let folder = RunFolder { path: path.to_owned(), fresh: true };
         let file = RunFile { version: RUN_VERSION, settings: settings.clone() };
         let text = serde_json::to_string_pretty(&file).map_err(TrainError::json(&folder.run_file()))?;
@@ -172,6 +160,24 @@ impl Drop for RunFolder {
             // The run did not start: leave nothing half-written. The state folder, if it lies elsewhere, is the caller's.
             let _ = fs::remove_dir_all(&self.path);
         }
+    }
+}
+
+/// Refuses a folder that holds something already.
+///
+/// # Errors
+/// When it does, or cannot be looked into.
+pub fn check_free(path: &Path) -> Result<()> {
+    match fs::read_dir(path) {
+        Ok(mut entries) => match entries.next() {
+            None => Ok(()),
+            Some(_) => Err(TrainError::Usage(format!(
+                "{} is not empty: name a new folder with --out, or continue its run with --resume",
+                path.display()
+            ))),
+        },
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(TrainError::io(path)(e)),
     }
 }
 

@@ -108,8 +108,15 @@ pub fn train(args: &TrainArgs) -> Result<Summary> {
         ));
     }
     let profile = profile_for(args, &prepared, spill.path(), &console)?;
-    let problem =
-        problem(&prepared.model, &prepared.settings, &profile, &prepared.adam, &args.budgets, &args.plan)?;
+    let problem = problem(
+        &prepared.model,
+        &prepared.settings,
+        &profile,
+        &prepared.adam,
+        &args.budgets,
+        &args.plan,
+        args.prefetch,
+    )?;
     let chosen = choose(&problem, &args.plan, args.prefetch)?;
     console.plan(&problem, &chosen);
     Run::start(args, prepared, problem, chosen, spill, console)?.finish()
@@ -155,6 +162,7 @@ fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     settings.text_hash = text_hash;
     let out = args.resume.clone().or_else(|| args.out.clone()).unwrap_or_else(default_out);
     if resumed.is_none() {
+        crate::run_folder::check_free(&out)?;
         settings.state_dir = args.state_dir.clone().unwrap_or_else(|| out.join("state"));
     }
     let seed = settings.seed;

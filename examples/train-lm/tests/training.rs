@@ -9,10 +9,10 @@ use serde_json::Value;
 use train_lm::settings::{Prefetch, TrainArgs};
 use train_lm::train::{Summary, train};
 
-/// Five layers of 40 thousand parameters.
+/// Eight small layers.
 const CONFIG: &str = r#"{
   "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": false,
-  "vocab_size": 256, "hidden_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+  "vocab_size": 256, "hidden_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
   "head_dim": 16, "intermediate_size": 96, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 128,
   "tie_word_embeddings": true
 }"#;
