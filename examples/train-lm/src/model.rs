@@ -158,7 +158,7 @@ impl Prologue for Embedding {
 
     fn backward(&self, cx: &Context, dy: &[u8]) -> Result<(), LayerError> {
         let dims = (self.shape.batch, self.shape.seq, self.decoder.spec().hidden);
-        let gradient = self.decoder.embed_backward(&*self.feed.ids(cx)?, &tensor(dy, &dims.into())?)?;
+        let gradient = self.decoder.embed_backward(&self.feed.ids(cx)?, &tensor(dy, &dims.into())?)?;
         with_slice(&gradient, |values| self.gradients.add(0, values))??;
         Ok(())
     }
@@ -174,7 +174,7 @@ struct Loss {
 impl Epilogue for Loss {
     fn run(&self, cx: &Context, x: &[u8], dx: &mut [u8]) -> Result<(), LayerError> {
         let dims = (self.shape.batch, self.shape.seq, self.decoder.spec().hidden);
-        let targets = shifted_targets(&*self.feed.ids(cx)?, self.shape.seq);
+        let targets = shifted_targets(&self.feed.ids(cx)?, self.shape.seq);
         let counted = targets.iter().filter(|&&t| t != IGNORED).count();
         let micro_batches = self.feed.lock().ids.len();
         // The mean runs over the tokens of all micro-batches, so their gradients simply add up.

@@ -1,5 +1,5 @@
 //! Whole runs of a small model: the same bits whatever the plan, the run folder, resuming, and refusals.
-#![allow(clippy::unwrap_used, reason = "tests")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::collections::BTreeMap;
 use std::fs;
