@@ -4,10 +4,15 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use io_uring::{IoUring, opcode, types};
+use io_uring::{IoUring, opcode, squeue, types};
 use rustix::io::Errno;
 
 use super::{Done, Op, Queue, Request};
+
+/// A wait without a completion for this long wakes the kernel's workers: see [`Uring::nudge`].
+const NUDGE_AFTER: types::Timespec = types::Timespec::new().sec(1);
+/// Tag of a nudge. Transfers number their tags from zero.
+const NUDGE: u64 = u64::MAX;
 
 pub(crate) struct Uring {
     ring: IoUring,
@@ -28,6 +33,9 @@ impl Uring {
 
     fn collect(&mut self, done: &mut Vec<Done>) {
         for entry in self.ring.completion() {
+            if entry.user_data() == NUDGE {
+                continue;
+            }
             let result = match usize::try_from(entry.result()) {
                 Ok(count) => Ok(count),
                 Err(_) => Err(Errno::from_raw_os_error(entry.result().saturating_neg())),
@@ -35,6 +43,31 @@ impl Uring {
             done.push(Done { tag: entry.user_data() as usize, result });
             self.in_flight -= 1;
         }
+    }
+
+    /// Submits what was pushed and waits for a completion, for a while.
+    fn enter(&mut self) -> io::Result<()> {
+        if !self.ring.params().is_feature_ext_arg() {
+            return self.ring.submit_and_wait(1).map(|_| ());
+        }
+        let args = types::SubmitArgs::new().timespec(&NUDGE_AFTER);
+        match self.ring.submitter().submit_with_args(1, &args) {
+            Err(e) if Errno::from_io_error(&e) == Some(Errno::TIME) => self.nudge(),
+            result => result.map(|_| ()),
+        }
+    }
+
+    /// Gives the kernel's workers something to do.
+    ///
+    /// A request that would block is handed to a pool of kernel threads. Linux 6.18 was seen to queue one there, accept
+    /// it, and start no thread: no completion ever came. A request that must run in the pool makes it start one, which
+    /// then runs everything queued. Where the drive is only slow, this costs a request that does nothing.
+    fn nudge(&mut self) -> io::Result<()> {
+        let nop = opcode::Nop::new().build().flags(squeue::Flags::ASYNC).user_data(NUDGE);
+        // SAFETY: the request uses no memory.
+        let pushed = unsafe { self.ring.submission().push(&nop) };
+        // A full ring has requests to submit, which wake the pool as well.
+        if pushed.is_ok() { self.ring.submit().map(|_| ()) } else { Ok(()) }
     }
 
     /// Gives the ring up: waits for what the kernel has taken, whose memory it still owns.
@@ -99,8 +132,8 @@ impl Queue for Uring {
     fn wait(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
         let before = done.len();
         loop {
-            match self.ring.submit_and_wait(1) {
-                Ok(_) => {}
+            match self.enter() {
+                Ok(()) => {}
                 // The entries stay in the ring, and their memory with them, until a later call takes them.
                 Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::INTR)) => {}
                 Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::AGAIN | Errno::BUSY)) => {
