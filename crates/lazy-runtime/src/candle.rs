@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Storage, Tensor, Var};
 use lazy_model::Bytes;
 
@@ -98,10 +99,7 @@ impl Layer for CandleLayer {
         dx: &mut [u8],
     ) -> Result<(), LayerError> {
         let Graph { input, output } = saved.take()?;
-        let root = output.apply_op1(Seed { dy: tensor(dy, &self.shape)? })?;
-        drop(output);
-        let mut grads = root.backward()?;
-        drop(root);
+        let mut grads = backward_from(output, tensor(dy, &self.shape)?)?;
         let missing =
             |what: &str| format!("{what} got no gradient: an operation on its way has no backward in candle");
         for Parameter { number, name, variable } in &self.parameters {
@@ -110,6 +108,16 @@ impl Layer for CandleLayer {
         }
         write(&grads.remove(&input).ok_or_else(|| missing("the layer's input"))?, dx)
     }
+}
+
+/// Candle's backward, from the gradient `dy` of `output`, whose graph it consumes.
+///
+/// # Errors
+/// What candle's backward fails with.
+pub fn backward_from(output: Tensor, dy: Tensor) -> candle_core::Result<GradStore> {
+    let root = output.apply_op1(Seed { dy })?;
+    drop(output);
+    root.backward()
 }
 
 /// Starts candle's backward from a given gradient: the scalar `sum(y * dy)` as far as gradients can tell, without computing it.

@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use lazy_model::schedule::{Execution, SCHEDULE_VERSION, SolveRecord, shape_hash};
 use lazy_model::{
-    BoundaryIndex, Bytes, CostChain, Evaluation, Placement, Seconds, Tier, Violation, evaluate,
+    BoundaryIndex, Bytes, CostChain, Evaluation, Placement, Schedule, Seconds, Tier, Violation, evaluate,
 };
 use serde::Serialize;
 
@@ -100,6 +101,28 @@ pub struct Solution {
 }
 
 impl Solution {
+    /// The plan as a schedule with the usual room for transfers and nothing promised, if there is a plan.
+    pub fn schedule(&self, chain: &CostChain) -> Option<Schedule> {
+        Some(Schedule {
+            version: SCHEDULE_VERSION,
+            layers: chain.layers,
+            placement: self.placement.clone()?,
+            keep: vec![false; chain.layers],
+            execution: Execution::default(),
+            shape_hash: shape_hash(&chain.boundary_bytes),
+            chain_hash: chain.hash(),
+            solve: SolveRecord {
+                status: self.status.name().into(),
+                method: self.method.name().into(),
+                solver: "cbc".into(),
+                objective_ms: self.objective_ms,
+                bound_ms: self.bound_ms,
+                solve_s: self.solve,
+            },
+            promise: None,
+        })
+    }
+
     /// The placement as a string over `G C N -` (HBM, host, NVMe, recompute), one letter a boundary.
     pub fn placement_string(&self) -> Option<String> {
         self.placement.as_ref().map(|p| p.iter().map(|p| p.letter()).collect())

@@ -5,7 +5,6 @@
 //! all the room the caps leave; the operations of its optimum are laid out and verified, and where they overflow, the chain's
 //! budget shrinks by the overflow and is solved again.
 
-use lazy_model::schedule::{Execution, SCHEDULE_VERSION, SolveRecord, shape_hash};
 use lazy_model::{Bytes, Schedule, StepProblem, Tier, TierBytes, Verified, VerifyError};
 
 use crate::error::SolverError;
@@ -107,26 +106,8 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
     for _ in 0..MOST_ROUNDS {
         let chain = problem.chain(room);
         let solution = solve(&chain, &options.solve)?;
-        let Some(placement) = &solution.placement else {
+        let Some(bare) = solution.schedule(&chain) else {
             return Err(no_placement(problem, &solution, room));
-        };
-        let bare = Schedule {
-            version: SCHEDULE_VERSION,
-            layers: chain.layers,
-            placement: placement.clone(),
-            keep: vec![false; chain.layers],
-            execution: Execution::default(),
-            shape_hash: shape_hash(&problem.boundary_bytes),
-            chain_hash: chain.hash(),
-            solve: SolveRecord {
-                status: solution.status.name().into(),
-                method: solution.method.name().into(),
-                solver: "cbc".into(),
-                objective_ms: solution.objective_ms,
-                bound_ms: solution.bound_ms,
-                solve_s: solution.solve,
-            },
-            promise: None,
         };
         match best_execution(problem, &bare, options.prefetch) {
             Ok((schedule, verified)) => return Ok(StepSolution { schedule, verified, solution, chain }),

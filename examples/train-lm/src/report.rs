@@ -1,7 +1,7 @@
 //! The run's report: what was promised and what happened, for a person.
 
 use lazy_model::report::{Compared, Fact, Headline, RunReport, TierOccupancy};
-use lazy_model::{Bytes, ModelSpec, Schedule, Seconds, Span, StepProblem, Tier, TierBytes, Verified};
+use lazy_model::{Bytes, ModelSpec, Schedule, Span, StepProblem, Tier, TierBytes, Verified};
 use lazy_runtime::PassReport;
 
 use crate::error::{Result, TrainError};
@@ -106,6 +106,14 @@ impl Inputs<'_> {
                 format!("{} block(s) before the one that needs it", self.schedule.execution.prefetch),
             ),
             fact("Spill files", self.summary.nvme_mode.clone()),
+            fact(
+                "Always there",
+                format!(
+                    "{} of HBM (weights, gradients, one layer at work), {} of host RAM (the optimizer's ring)",
+                    self.base(Tier::Hbm),
+                    self.base(Tier::Host)
+                ),
+            ),
             fact("Weights", format!("sha256 {}", self.summary.weights_digest)),
         ]
     }
@@ -139,18 +147,20 @@ impl Inputs<'_> {
         ]
     }
 
-    /// The plan's buffers over the step, above what is there whatever is placed where.
+    /// What is in a tier whatever is placed where.
+    fn base(&self, tier: Tier) -> Bytes {
+        self.verified.promise.peak_bytes.get(tier).saturating_sub(self.verified.plan.extents.get(tier))
+    }
+
+    /// The plan's buffers over one micro-batch. What is there anyway would hide them; it is among the facts.
     fn occupancy(&self, tier: Tier) -> TierOccupancy {
         let plan = &self.verified.plan;
-        let base = self.verified.promise.peak_bytes.get(tier).saturating_sub(plan.extents.get(tier));
-        let above =
-            |steps: Vec<(Seconds, Bytes)>| steps.into_iter().map(|(at, bytes)| (at, base + bytes)).collect();
         let measured = self.last.and_then(|last| last.passes.first());
         TierOccupancy {
             tier,
-            budget: Some(self.budgets.get(tier)),
-            promised: above(self.verified.timeline.occupancy(plan, tier)),
-            measured: measured.map(|pass| above(pass.timeline.occupancy(plan, tier))).unwrap_or_default(),
+            budget: Some(self.budgets.get(tier).saturating_sub(self.base(tier))),
+            promised: self.verified.timeline.occupancy(plan, tier),
+            measured: measured.map(|pass| pass.timeline.occupancy(plan, tier)).unwrap_or_default(),
         }
     }
 

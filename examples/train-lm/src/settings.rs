@@ -33,16 +33,16 @@ pub struct TrainArgs {
     /// Training text: files or folders; default: this workspace's documents and sources
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub text: Vec<PathBuf>,
-    /// Rows in a micro-batch [default: 4]
+    /// Rows in a micro-batch [default: 8]
     #[arg(long, value_name = "N")]
     pub batch: Option<usize>,
-    /// Tokens in a row [default: 128]
+    /// Tokens in a row [default: 64]
     #[arg(long, value_name = "N")]
     pub seq: Option<usize>,
     /// Seed of weights, data order and dropout [default: 1]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Learning rate [default: 0.003]
+    /// Learning rate [default: 0.006]
     #[arg(long, value_name = "RATE")]
     pub lr: Option<f64>,
     /// Steps over which the learning rate rises from zero [default: 10]
@@ -156,10 +156,10 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Settings {
-            batch: 4,
-            seq: 128,
+            batch: 8,
+            seq: 64,
             seed: 1,
-            lr: 3e-3,
+            lr: 6e-3,
             warmup: 10,
             weight_decay: 0.1,
             clip: 1.0,
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn a_resumed_run_keeps_its_settings() {
         let settings = Settings::of(&TrainArgs::default()).unwrap();
-        settings.check_unchanged(&TrainArgs { batch: Some(4), ..TrainArgs::default() }).unwrap();
+        settings.check_unchanged(&TrainArgs { batch: Some(8), ..TrainArgs::default() }).unwrap();
         let error = settings.check_unchanged(&TrainArgs { lr: Some(0.5), ..TrainArgs::default() });
         assert!(error.unwrap_err().to_string().starts_with("--lr"));
     }

@@ -29,7 +29,7 @@ use crate::run_folder::{MetricsWriter, RunFolder};
 use crate::settings::{DeviceChoice, Settings, TrainArgs};
 
 /// Steps of a run that is not told how many.
-const DEFAULT_STEPS: u64 = 120;
+const DEFAULT_STEPS: u64 = 100;
 /// The model that ships with the trainer.
 const DEFAULT_CONFIG: &str = include_str!("../config.json");
 /// Learning-rate groups: matrices, and vectors, which are not decayed.
@@ -166,10 +166,23 @@ fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
         settings.state_dir = args.state_dir.clone().unwrap_or_else(|| out.join("state"));
     }
     let seed = settings.seed;
-    let decoder = Decoder::new(spec, &mut |name, shape| initial_values(seed, name, shape))?;
+    let residual = residual_scale(spec.layers());
+    let decoder = Decoder::new(spec, &mut |name, shape| {
+        let mut values = initial_values(seed, name, shape);
+        if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") {
+            values.iter_mut().for_each(|v| *v *= residual);
+        }
+        values
+    })?;
     let adam = adam_options(decoder.spec().total_parameters());
     let model = TrainedModel::new(decoder, settings.shape(), settings.dropout);
     Ok(Prepared { settings, config, corpus, model, adam, resumed, out })
+}
+
+/// Scale of the first weights of the two projections that add to the residual stream: one over the root of their number, so that
+/// the sum starts out no larger in a deep model (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
+fn residual_scale(layers: usize) -> f32 {
+    1.0 / (2.0 * layers as f32).sqrt()
 }
 
 fn read(path: &Path) -> Result<String> {

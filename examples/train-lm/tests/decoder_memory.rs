@@ -2,48 +2,27 @@
 //! allocation there.
 #![allow(clippy::unwrap_used, clippy::panic)] // Helpers of tests may unwrap, as tests do.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+mod common;
+#[path = "common/counting.rs"]
+mod counting;
 
 use candle_core::{Device, Tensor, Var};
+use common::layer_backward;
+use counting::{forget_peak, live, peak};
 use lazy_model::{Bytes, ModelSpec};
 use train_lm::decoder::{Decoder, StepContext, shifted_targets};
 use train_lm::dropout::DropoutKey;
 use train_lm::random::initial_values;
 
-struct Counting;
-
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-fn count(size: usize) {
-    PEAK.fetch_max(LIVE.fetch_add(size, Relaxed) + size, Relaxed);
-}
-
-// SAFETY: every call is passed on to the system's allocator unchanged; counting touches no memory of the caller.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size());
-        // SAFETY: the caller keeps the contract of `alloc`, which is the system's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the pointer came from `alloc` above, so from the system's allocator.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: counting::Counting = counting::Counting;
 
 /// What `f` leaves allocated and the most that it had, beyond what was there before.
 fn allocated<R>(f: impl FnOnce() -> R) -> (R, usize, usize) {
-    let before = LIVE.load(Relaxed);
-    PEAK.store(before, Relaxed);
+    let before = live();
+    forget_peak();
     let result = f();
-    (result, LIVE.load(Relaxed) - before, PEAK.load(Relaxed) - before)
+    (result, live() - before, peak() - before)
 }
 
 /// Declared sizes bound what is allocated, and by no more than `slack`.
@@ -73,17 +52,16 @@ fn declared_sizes_bound_what_is_allocated() {
         // The first call makes the threads and their scratch memory.
         let once = || decoder.layer_forward(0, x.as_tensor(), &cx).unwrap();
         let warm = once();
-        decoder.layer_backward(0, &x, &warm, &dy).unwrap();
-        drop(warm);
+        layer_backward(&decoder, 0, &x, warm, &dy);
 
         let (y, kept, peak) = allocated(once);
         let internals = sizes.layer_internals_total();
         check("internals", kept, internals + sizes.boundary, 1.02);
         check("forward", peak, internals + sizes.boundary + sizes.layer_workspace, 1.35);
 
-        let (back, _, peak) = allocated(|| decoder.layer_backward(0, &x, &y, &dy).unwrap());
+        let (back, _, peak) = allocated(|| layer_backward(&decoder, 0, &x, y, &dy));
         check("backward", peak, sizes.layer_gradients, 1.35);
-        drop((back, y));
+        drop(back);
 
         let ids: Vec<u32> = (0..batch * seq).map(|i| (i * 31 % 256) as u32).collect();
         let targets = shifted_targets(&ids, seq);

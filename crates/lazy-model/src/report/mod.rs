@@ -193,8 +193,8 @@ impl RunReport {
             ("mark", "budget, a hard limit"),
         ]);
         let draw = |wide| charts::occupancy(&self.occupancy, wide);
-        let intro = "Bytes held in each tier while one step runs.";
-        section(page, "Memory over one step", intro, &(legend + &draw(true) + &draw(false)));
+        let intro = "Boundaries, their gradients and staging in each tier while one step runs, and the room for them.";
+        section(page, "Activations in memory over one step", intro, &(legend + &draw(true) + &draw(false)));
     }
 
     fn push_lanes(&self, page: &mut String) {

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use lazy_model::problem::StepProblem;
-use lazy_model::schedule::{Execution, Promise, SCHEDULE_VERSION, SolveRecord, shape_hash};
+use lazy_model::schedule::Promise;
 use lazy_model::step::TierBytes;
 use lazy_model::{
     Bytes, CostChain, HardwareProfile, ModelSpec, Schedule, Seconds, Tier, VerifyError, Workload,
@@ -53,34 +53,13 @@ fn plan_chain(args: &Args, path: &Path) -> Result<Planned, String> {
     }
     let chain = CostChain::from_json(&read(path)?).map_err(|e| format!("{}: {e}", path.display()))?;
     let solution = solve(&chain, &args.options()).map_err(|e| e.to_string())?;
-    let schedule = schedule(&chain, &solution);
+    let schedule = solution.schedule(&chain);
     let budgets = TierBytes {
         hbm: chain.gpu_budget_bytes,
         host: chain.cpu_budget_bytes,
         nvme: chain.nvme_budget_bytes,
     };
     Ok(Planned { chain, solution, schedule, promise: None, budgets, why: None })
-}
-
-fn schedule(chain: &CostChain, solution: &Solution) -> Option<Schedule> {
-    Some(Schedule {
-        version: SCHEDULE_VERSION,
-        layers: chain.layers,
-        placement: solution.placement.clone()?,
-        keep: vec![false; chain.layers],
-        execution: Execution::default(),
-        shape_hash: shape_hash(&chain.boundary_bytes),
-        chain_hash: chain.hash(),
-        solve: SolveRecord {
-            status: solution.status.name().into(),
-            method: solution.method.name().into(),
-            solver: "cbc".into(),
-            objective_ms: solution.objective_ms,
-            bound_ms: solution.bound_ms,
-            solve_s: solution.solve,
-        },
-        promise: None,
-    })
 }
 
 fn plan_model(args: &Args, path: &Path) -> Result<Planned, String> {

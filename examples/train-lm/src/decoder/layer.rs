@@ -1,13 +1,12 @@
-//! One decoder layer: forward, and backward through its own autograd graph.
+//! One decoder layer, an autograd graph of its own.
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, Var};
+use candle_core::Tensor;
 
 use super::attention::Attention;
 use super::linear::Linear;
 use super::mlp::{Residual, SwiGlu};
 use super::norm::{RmsNorm, Rotation};
-use super::ops::stored;
-use super::{Decoder, DecoderError, Result, StepContext, input_error};
+use super::{Decoder, Result, StepContext, input_error};
 use crate::dropout::Mask;
 
 /// Parameters of a layer.
@@ -15,14 +14,6 @@ pub(crate) const PARAMETERS: usize = 11;
 
 /// A layer's weights, in the order of `ModelSpec::layer_parameters`.
 struct Weights([Tensor; PARAMETERS]);
-
-/// The gradients of a layer.
-pub struct LayerGradients {
-    /// Gradient of the layer's input, `[batch, seq, hidden]`.
-    pub dx: Tensor,
-    /// Gradient of each of the layer's parameters, with its index in [`Decoder::parameters`], in that order.
-    pub gradients: Vec<(usize, Tensor)>,
-}
 
 impl Decoder {
     fn weights(&self, layer: usize, tracked: bool) -> Result<Weights> {
@@ -40,7 +31,7 @@ impl Decoder {
     /// Leads from boundary `layer` to boundary `layer + 1`, both `[batch, seq, hidden]`.
     ///
     /// Where `x` is a variable, the result holds the layer's autograd graph, and with it every intermediate tensor,
-    /// for [`Decoder::layer_backward`]. Where it is a plain tensor, the intermediate tensors are dropped on the way.
+    /// for the backward. Where it is a plain tensor, the intermediate tensors are dropped on the way.
     /// The values are the same.
     ///
     /// # Errors
@@ -84,48 +75,5 @@ impl Decoder {
         let input = norm(&x, &norm_2)?;
         let gated = input.apply_op2(&gate, Linear)?.apply_op2(&input.apply_op2(&up, Linear)?, SwiGlu)?;
         Ok(residual(&x, &gated.apply_op2(&down, Linear)?, 1)?)
-    }
-
-    /// The gradients of a layer for the gradient `dy` of its output `y`, which came from
-    /// [`Decoder::layer_forward`] on the variable `x`.
-    ///
-    /// # Errors
-    ///
-    /// When `y` and `dy` differ in shape, or when the graph of `y` does not lead to `x` and to every parameter of
-    /// the layer: a gradient that is silently absent is an error that names the parameter.
-    pub fn layer_backward(&self, layer: usize, x: &Var, y: &Tensor, dy: &Tensor) -> Result<LayerGradients> {
-        if y.shape() != dy.shape() {
-            return input_error(format!("the gradient of {:?} cannot be {:?}", y.shape(), dy.shape()));
-        }
-        let mut store = y.apply_op1(Seed { dy: dy.clone() })?.backward()?;
-        let no_gradient = |name: String| DecoderError::NoGradient { name };
-        let dx = store.remove(x).ok_or_else(|| no_gradient(format!("the input of layer {layer}")))?;
-        let take = |index: usize| {
-            let (name, var) = self.parameter(index)?;
-            let gradient = store.remove(var).ok_or_else(|| no_gradient(name.clone()))?;
-            Ok((index, gradient))
-        };
-        let gradients = self.layer_parameters(layer).map(take).collect::<Result<Vec<_>>>()?;
-        Ok(LayerGradients { dx, gradients })
-    }
-}
-
-/// Starts backward from a given gradient: the scalar `sum(y * dy)` as far as gradients can tell, without computing
-/// it.
-struct Seed {
-    dy: Tensor,
-}
-
-impl CustomOp1 for Seed {
-    fn name(&self) -> &'static str {
-        "seed"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        stored(vec![0.0], ())
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Ok(Some(self.dy.clone()))
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! An executor calls the pieces one at a time: [`Decoder::embed`] gives boundary 0, [`Decoder::layer_forward`] leads
 //! from boundary `l` to `l + 1`, [`Decoder::loss`] ends at boundary N and starts the way back, which
-//! [`Decoder::layer_backward`] and [`Decoder::embed_backward`] continue. Each layer is a candle autograd graph of its
-//! own, cut off from the others because its input is a variable; what lies between the layers is the caller's to
+//! goes on through the layers' graphs and ends in [`Decoder::embed_backward`]. Each layer is a candle autograd graph of
+//! its own, cut off from the others because its input is a variable; what lies between the layers is the caller's to
 //! keep, move or drop. Running a layer twice on the same input gives the same bits, dropout included.
 
 mod attention;
@@ -24,7 +24,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Tensor, Var};
 use lazy_model::{ModelSpec, Parameter};
 
-pub use layer::LayerGradients;
 pub use loss::{IGNORED, Loss, shifted_targets};
 pub use ops::with_slice;
 pub use sizes::{DeclaredSizes, NamedBytes};
@@ -47,14 +46,6 @@ pub enum DecoderError {
     Input {
         /// What was given and what is wanted.
         problem: String,
-    },
-    /// A parameter was left out of the autograd graph.
-    #[error(
-        "{name} got no gradient: an operation of its layer has no backward, or the input was not a variable"
-    )]
-    NoGradient {
-        /// The parameter, or the layer's input.
-        name: String,
     },
     /// candle failed.
     #[error(transparent)]

@@ -1,0 +1,91 @@
+//! No tensor is kept alive beside the store. Alone in its program, because it counts every allocation there.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+#[path = "common/counting.rs"]
+mod counting;
+
+use counting::{forget_peak, live, peak};
+use lazy_model::schedule::Schedule;
+use lazy_model::{Bytes, ModelSpec, Placement, StepPlan};
+use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
+use lazy_runtime::{Context, Executor, Phase};
+use lazy_store::{Store, StoreOptions};
+use train_lm::decoder::Decoder;
+use train_lm::model::{Shape, TrainedModel};
+use train_lm::probe::spill_file;
+use train_lm::random::initial_values;
+
+#[global_allocator]
+static ALLOCATOR: counting::Counting = counting::Counting;
+
+/// Steps of the shipped model under a plan: the most that was allocated, arenas (which are mappings) not counted, beside what was
+/// there before the model.
+fn most_allocated(letters: &str, shape: Shape) -> (usize, Bytes) {
+    let before = live();
+    let spec = ModelSpec::from_json(include_str!("../config.json")).unwrap();
+    let decoder = Decoder::new(spec, &mut |name, shape| initial_values(0, name, shape)).unwrap();
+    let model = TrainedModel::new(decoder, shape, 0.1);
+    let sizes = vec![model.boundary_bytes(); letters.len()];
+    let mut schedule = Schedule::named("test", &sizes, false);
+    schedule.placement = letters.chars().map(|c| Placement::from_letter(c).unwrap()).collect();
+    let plan = StepPlan::new(&schedule, &sizes).unwrap();
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let store = Store::open(StoreOptions {
+        hbm: plan.extents.hbm,
+        host: plan.extents.host,
+        nvme: (plan.extents.nvme > Bytes::ZERO).then(|| spill_file(dir.path(), plan.extents.nvme)),
+        ..StoreOptions::default()
+    });
+    let executor = Executor::new(store.unwrap(), model.prologue(), model.layers(), model.epilogue());
+    let adam =
+        AdamOptions { bucket_elements: 1 << 19, chunk_bytes: Bytes::from_mib(1), ..AdamOptions::default() };
+    let named = model.decoder.parameters();
+    let specs: Vec<ParamSpec> = named.iter().map(|(n, v)| ParamSpec::new(n.as_str(), v.dims())).collect();
+    let state = dir.path().join("state");
+    let mut optimizer = NvmeAdam::create(&state, &specs, &adam, |_, _, values| values.fill(0.0)).unwrap();
+
+    for step in 0..3 {
+        // The first step makes the threads and their scratch memory.
+        if step == 1 {
+            forget_peak();
+        }
+        model.feed(vec![(0..shape.tokens() as u32).map(|t| t * 31 % 256).collect()]);
+        let cx = Context { seed: 0, step, micro_batch: 0, layer: None, phase: Phase::Forward };
+        executor.run(&plan, cx).unwrap();
+        let gradients = model.gradients.read();
+        let views: Vec<Option<&[f32]>> = gradients.iter().map(|g| Some(g.as_slice())).collect();
+        let input =
+            StepInput { groups: &[GroupOptions::default()], max_norm: Some(1.0), ..StepInput::default() };
+        let write = &mut |parameter, first, values: &[f32]| {
+            model.decoder.write_parameter(parameter, first, values).unwrap();
+        };
+        optimizer.step(&views, &input, write).unwrap();
+        drop(views);
+        drop(gradients);
+        model.gradients.zero();
+    }
+    let declared = model.decoder.declared(shape.batch, shape.seq);
+    let boundary = model.boundary_bytes();
+    let layer = declared.layer_internals_total() + declared.layer_gradients + declared.layer_workspace;
+    // A layer's graph also holds its input and its output, and its backward starts from a copy of dy.
+    let bound = declared.weights
+        + declared.gradients
+        + layer
+        + boundary * 3
+        + declared.loss_workspace
+        + NvmeAdam::ring_bytes(&adam);
+    (peak() - before, bound)
+}
+
+#[test]
+fn the_heap_holds_weights_gradients_one_layer_and_the_optimizers_ring() {
+    let shape = Shape { batch: 4, seq: 128 };
+    for letters in ["GGGGGGGGGGGGG", "NCC-NGG-G-C-G"] {
+        let (most, bound) = most_allocated(letters, shape);
+        assert!(
+            most as f64 <= 1.1 * bound.get() as f64,
+            "{letters}: {} allocated, {bound} declared",
+            Bytes(most as u64)
+        );
+    }
+}
