@@ -36,8 +36,6 @@ enum Task {
     Plan(Passed),
     /// Measure this machine's links into a profile: starts `train-lm probe`
     Probe(Passed),
-    /// Redraw or compare the reports of runs: starts `train-lm report`
-    Report(Passed),
     /// Remove the spill folders of dead runs, and nothing else: starts `train-lm clean`
     Clean(Passed),
     /// Measure, and compare with targets and peers
@@ -62,7 +60,6 @@ fn main() -> ExitCode {
         Task::Train(passed) => programs::start(Program::TrainLm, Some("train"), &passed.args),
         Task::Plan(passed) => programs::start(Program::LazyPlan, None, &passed.args),
         Task::Probe(passed) => programs::start(Program::TrainLm, Some("probe"), &passed.args),
-        Task::Report(passed) => programs::start(Program::TrainLm, Some("report"), &passed.args),
         Task::Clean(passed) => programs::start(Program::TrainLm, Some("clean"), &passed.args),
         Task::Bench(options) => bench::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Test(options) => stages::run(&options).map(|()| ExitCode::SUCCESS),

@@ -1,6 +1,50 @@
 //! Cost chains, schedules and their verification for training beyond GPU memory.
 //!
-//! This crate opens no device and links no solver.
+//! This crate is data and arithmetic: it opens no device and links no solver, so a planner, a trainer and a report can agree on what
+//! a plan means without pulling each other in.
+//!
+//! | concept | what it is |
+//! | --- | --- |
+//! | boundary | the activation between two layers; layer `l` reads boundary `l` and writes boundary `l + 1` |
+//! | [`ModelSpec`] | a Hugging Face `config.json`, read strictly: parameters, sizes and work follow from it |
+//! | [`HardwareProfile`] | what a machine moves and computes, each value measured or assumed |
+//! | [`CostChain`] | the placement problem as data; [`evaluate()`] judges a placement in exact arithmetic |
+//! | [`Schedule`] | a decision for every boundary and layer, with what was promised |
+//! | [`StepPlan`] | the operations that carry a schedule out, with offsets and waits |
+//! | [`timeline::simulate`] | what those operations take on given costs, and which link arithmetic waits for |
+//! | [`StepProblem`] | sizes, costs and caps of a step; [`StepProblem::verify`] refuses a schedule that breaks one |
+//! | [`RunReport`], [`perfetto`] | pictures of plans and runs |
+//!
+//! # Example
+//!
+//! What does it cost to recompute one boundary of three, and how much HBM does that save?
+//!
+//! ```
+//! use lazy_model::schedule::Schedule;
+//! use lazy_model::timeline::{LinkRates, StepCosts, simulate};
+//! use lazy_model::{Bytes, BytesPerSecond, Placement, Seconds, StepPlan};
+//!
+//! let sizes = [Bytes::from_mib(64); 4];
+//! let mut schedule = Schedule::named("by hand", &sizes, false);
+//! let all = StepPlan::new(&schedule, &sizes)?;
+//! schedule.placement[1] = Placement::Recompute;
+//! let fewer = StepPlan::new(&schedule, &sizes)?;
+//! assert_eq!(all.extents.hbm - fewer.extents.hbm, Bytes::from_mib(64));
+//!
+//! let rate = BytesPerSecond::from_gb(12.0);
+//! let costs = StepCosts {
+//!     prologue: Seconds::ZERO,
+//!     forward: vec![Seconds::from_ms(10.0); 3],
+//!     saving_forward: vec![Seconds::from_ms(10.0); 3],
+//!     backward: vec![Seconds::from_ms(20.0); 3],
+//!     epilogue: Seconds::ZERO,
+//!     prologue_backward: Seconds::ZERO,
+//!     links: LinkRates { d2h: rate, h2d: rate, nvme_write: rate, nvme_read: rate },
+//! };
+//! let slower = simulate(&fewer, &costs).total() - simulate(&all, &costs).total();
+//! assert!((slower.as_ms() - 10.0).abs() < 1e-9);
+//! # Ok::<(), lazy_model::step::StepError>(())
+//! ```
 
 pub mod chain;
 pub mod config;

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use lazy_model::schedule::ScheduleError;
-use lazy_model::{Bytes, VerifyError};
+use lazy_model::VerifyError;
 use lazy_optim_nvme::OptimError;
 use lazy_runtime::{LayerError, RuntimeError};
 use lazy_solver::step::StepFailure;
@@ -64,16 +64,6 @@ pub enum TrainError {
         path: PathBuf,
         /// Why.
         source: serde_json::Error,
-    },
-    /// The model does not fit.
-    #[error("{need} of NVMe are needed for the optimizer's state in {path}, {free} are free: name another folder with --state-dir", path = .path.display())]
-    StateRoom {
-        /// Bytes needed.
-        need: Bytes,
-        /// Bytes free.
-        free: Bytes,
-        /// Where.
-        path: PathBuf,
     },
 }
 
