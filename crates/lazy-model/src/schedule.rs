@@ -17,7 +17,7 @@ pub struct Execution {
     pub prefetch: usize,
     /// HBM buffers that may still be leaving while later layers run forward.
     pub writes_in_flight: usize,
-    /// Host buffers between HBM and NVMe, in each direction.
+    /// Host buffers between HBM and NVMe, in each direction; 0 counts as 1, since nothing moves without one.
     pub staging_buffers: usize,
 }
 
@@ -209,7 +209,8 @@ impl Schedule {
             return Err(ScheduleError::Version { found });
         }
         let schedule: Schedule = serde_json::from_value(value)?;
-        if schedule.placement.len() != schedule.layers + 1 || schedule.keep.len() != schedule.layers {
+        let boundaries = schedule.layers.checked_add(1);
+        if boundaries != Some(schedule.placement.len()) || schedule.keep.len() != schedule.layers {
             return Err(ScheduleError::OtherShape {
                 detail: format!(
                     "it names {} layers but has {} placements and {} keep flags",
@@ -235,7 +236,7 @@ impl Schedule {
     /// # Errors
     /// When number or sizes of the boundaries differ.
     pub fn check_shape(&self, boundary_bytes: &[Bytes]) -> Result<(), ScheduleError> {
-        if boundary_bytes.len() != self.layers + 1 {
+        if self.layers.checked_add(1) != Some(boundary_bytes.len()) {
             return Err(ScheduleError::OtherShape {
                 detail: format!(
                     "it has {} layers, the model has {}",

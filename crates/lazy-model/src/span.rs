@@ -30,9 +30,6 @@ impl Lane {
     pub const ALL: [Lane; 6] =
         [Lane::Compute, Lane::D2h, Lane::H2d, Lane::NvmeWrite, Lane::NvmeRead, Lane::Optimizer];
 
-    /// The lanes that move activations.
-    pub const LINKS: [Lane; 4] = [Lane::D2h, Lane::H2d, Lane::NvmeWrite, Lane::NvmeRead];
-
     /// The name used in JSON and traces.
     pub const fn name(self) -> &'static str {
         match self {

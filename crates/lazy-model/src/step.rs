@@ -21,9 +21,10 @@ use crate::span::Lane;
 use crate::units::{BoundaryIndex, Bytes, LayerIndex, Placement, Tier};
 
 /// Alignment of buffers in HBM: what vector loads and CUDA allocations expect.
-pub const HBM_ALIGNMENT: u64 = 256;
-/// Alignment of buffers in host RAM and on NVMe: a page, which is at least what `O_DIRECT` asks for anywhere.
-pub const PAGE_ALIGNMENT: u64 = 4096;
+const HBM_ALIGNMENT: u64 = 256;
+/// Alignment of buffers in host RAM and on NVMe: a page, which suits `O_DIRECT` on drives with sectors up to that. Where a file
+/// system asks for more, the store refuses the offsets.
+const PAGE_ALIGNMENT: u64 = 4096;
 
 /// Position of a buffer in [`StepPlan::buffers`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -116,6 +117,7 @@ pub enum Op {
 
 /// Bytes in each tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TierBytes {
     /// HBM.
     pub hbm: Bytes,
@@ -145,7 +147,8 @@ impl TierBytes {
     }
 }
 
-/// A step, ready to be simulated or carried out.
+/// A step, ready to be simulated or carried out. As [`StepPlan::new`] makes it, every buffer is reserved once before its first
+/// task and released once after its last.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepPlan {
     /// Every buffer, in order of reservation.
@@ -181,6 +184,9 @@ pub enum StepError {
     /// The last boundary feeds the loss at once.
     #[error("boundary {0} is the last one and feeds the loss at once: its placement must be hbm")]
     LastNotInHbm(BoundaryIndex),
+    /// Sizes that no address can express.
+    #[error("the buffers in {0} add up to more than 2^64 bytes: check the boundary sizes")]
+    TooLarge(Tier),
 }
 
 impl StepPlan {
@@ -188,13 +194,14 @@ impl StepPlan {
     ///
     /// # Errors
     /// When schedule and sizes do not belong together, when boundary 0 is to be recomputed or the last boundary is not in
-    /// HBM.
+    /// HBM, and when the sizes add up to more than 64 bits hold.
     pub fn new(schedule: &Schedule, boundary_bytes: &[Bytes]) -> Result<StepPlan, StepError> {
         let layers = schedule.layers;
+        let boundaries = layers.checked_add(1);
         if layers == 0
-            || schedule.placement.len() != layers + 1
+            || boundaries != Some(schedule.placement.len())
             || schedule.keep.len() != layers
-            || boundary_bytes.len() != layers + 1
+            || boundaries != Some(boundary_bytes.len())
         {
             return Err(StepError::Shape {
                 layers,
@@ -209,7 +216,7 @@ impl StepPlan {
         if schedule.placement[layers] != Placement::Hbm {
             return Err(StepError::LastNotInHbm(BoundaryIndex(layers)));
         }
-        Ok(Builder::new(schedule, boundary_bytes).build())
+        Builder::new(schedule, boundary_bytes).build()
     }
 
     /// The tasks in list order; [`TaskId`] is the position in this sequence.
@@ -369,12 +376,12 @@ impl<'a> Builder<'a> {
         }
     }
 
-    fn build(mut self) -> StepPlan {
+    fn build(mut self) -> Result<StepPlan, StepError> {
         self.forward();
         let gradient = self.turn();
         self.backward(gradient);
-        let extents = self.lay_out();
-        StepPlan { buffers: self.buffers, ops: self.ops, extents }
+        let extents = self.lay_out()?;
+        Ok(StepPlan { buffers: self.buffers, ops: self.ops, extents })
     }
 
     fn reserve(&mut self, content: Content, tier: Tier) -> BufferId {
@@ -537,7 +544,7 @@ impl<'a> Builder<'a> {
         let blocks = self.blocks();
         let mut next = self.execution.prefetch.min(blocks.len());
         for (number, &(source, end)) in blocks.iter().enumerate() {
-            self.read_ahead(&blocks, &mut next, number + self.execution.prefetch);
+            self.read_ahead(&blocks, &mut next, number.saturating_add(self.execution.prefetch));
             for l in source..end - 1 {
                 let output = self.reserve(Content::Boundary(BoundaryIndex(l + 1)), Tier::Hbm);
                 if let Some(input) = self.in_hbm[l] {
@@ -563,7 +570,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Gives every buffer its offset; returns the extent of each tier.
-    fn lay_out(&mut self) -> TierBytes {
+    fn lay_out(&mut self) -> Result<TierBytes, StepError> {
         let mut lifetimes = vec![(0, 0); self.buffers.len()];
         for (at, op) in self.ops.iter().enumerate() {
             match op {
@@ -577,6 +584,13 @@ impl<'a> Builder<'a> {
             let alignment = if tier == Tier::Hbm { HBM_ALIGNMENT } else { PAGE_ALIGNMENT };
             let members: Vec<usize> =
                 (0..self.buffers.len()).filter(|&b| self.buffers[b].tier == tier).collect();
+            // No offset exceeds this sum, so nothing below overflows.
+            members
+                .iter()
+                .try_fold(0u64, |sum, &b| {
+                    sum.checked_add(self.buffers[b].bytes.get().checked_next_multiple_of(alignment)?)
+                })
+                .ok_or(StepError::TooLarge(tier))?;
             let requests: Vec<Lifetime> = members
                 .iter()
                 .map(|&b| Lifetime {
@@ -591,7 +605,7 @@ impl<'a> Builder<'a> {
             }
             *extents.get_mut(tier) = extent;
         }
-        extents
+        Ok(extents)
     }
 }
 

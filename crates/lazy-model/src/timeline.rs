@@ -71,6 +71,9 @@ pub struct Timeline {
 
 /// Runs `plan` on `costs`: every lane is an ordered queue, a task starts when its lane is free and all tasks it waits for
 /// have ended.
+///
+/// # Panics
+/// When `costs` has fewer layers than `plan`.
 pub fn simulate(plan: &StepPlan, costs: &StepCosts) -> Timeline {
     let waits = plan.waits();
     let mut free_at = [Seconds::ZERO; Lane::ALL.len()];
@@ -157,7 +160,9 @@ impl Timeline {
             let idle_from = before[index].map_or(start, |b| self.spans[b].end);
             let mut cursor = span.start;
             let mut cause = span.blocked_on;
-            while let Some(at) = cause {
+            let mut after = index;
+            // Causes lie earlier in the list; spans from elsewhere that say otherwise explain nothing.
+            while let Some(at) = cause.filter(|&at| at < after) {
                 let other = &self.spans[at];
                 if other.lane == Lane::Compute || cursor <= idle_from {
                     break;
@@ -168,6 +173,7 @@ impl Timeline {
                     waits.push(ExposedWait { span: at, lane: other.lane, time: to - from });
                 }
                 cursor = if from < cursor { from } else { cursor };
+                after = at;
                 cause = other.blocked_on.or(before[at]);
             }
         }

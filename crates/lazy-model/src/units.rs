@@ -6,7 +6,8 @@ use std::ops::{Add, AddAssign, Mul, Sub};
 
 use serde::{Deserialize, Serialize};
 
-/// A number of bytes.
+/// A number of bytes. Sums and products stop at the largest count, which no budget holds, so that absurd sizes are refused as too
+/// large and never wrap around to small ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Bytes(pub u64);
@@ -17,10 +18,10 @@ impl Bytes {
 
     /// `mib` binary megabytes (2^20 bytes).
     pub const fn from_mib(mib: u64) -> Self {
-        Bytes(mib << 20)
+        Bytes(mib.saturating_mul(1 << 20))
     }
 
-    /// `gib` binary gigabytes (2^30 bytes), rounded down to a whole byte. Negative and non-finite values give zero.
+    /// `gib` binary gigabytes (2^30 bytes), rounded down to a whole byte. Negative values and NaN give zero.
     pub fn from_gib(gib: f64) -> Self {
         Bytes((gib * (1u64 << 30) as f64) as u64)
     }
@@ -45,9 +46,9 @@ impl Bytes {
         Bytes(self.0.saturating_sub(other.0))
     }
 
-    /// The next multiple of `alignment` (which must not be zero).
+    /// The next multiple of `alignment` (which must not be zero); the largest count where there is none.
     pub const fn align_up(self, alignment: u64) -> Bytes {
-        Bytes(self.0.div_ceil(alignment) * alignment)
+        Bytes(self.0.div_ceil(alignment).saturating_mul(alignment))
     }
 
     /// The larger of the two.
@@ -75,13 +76,13 @@ impl fmt::Display for Bytes {
 impl Add for Bytes {
     type Output = Bytes;
     fn add(self, other: Bytes) -> Bytes {
-        Bytes(self.0 + other.0)
+        Bytes(self.0.saturating_add(other.0))
     }
 }
 
 impl AddAssign for Bytes {
     fn add_assign(&mut self, other: Bytes) {
-        self.0 += other.0;
+        *self = *self + other;
     }
 }
 
@@ -95,13 +96,13 @@ impl Sub for Bytes {
 impl Mul<u64> for Bytes {
     type Output = Bytes;
     fn mul(self, factor: u64) -> Bytes {
-        Bytes(self.0 * factor)
+        Bytes(self.0.saturating_mul(factor))
     }
 }
 
 impl Sum for Bytes {
     fn sum<I: Iterator<Item = Bytes>>(iter: I) -> Bytes {
-        Bytes(iter.map(|b| b.0).sum())
+        iter.fold(Bytes::ZERO, Add::add)
     }
 }
 

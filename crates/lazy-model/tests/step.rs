@@ -1,0 +1,304 @@
+//! Plans of random schedules, checked against plain enumeration: bytes, order, contents, time.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::collections::BTreeMap;
+
+use lazy_model::schedule::{Execution, Schedule};
+use lazy_model::step::{Buffer, BufferId, Content, Op, StepError, Task, Work};
+use lazy_model::timeline::{LinkRates, StepCosts, Timeline, simulate};
+use lazy_model::{Bytes, BytesPerSecond, Lane, LayerIndex, Placement, Seconds, Span, StepPlan, Tier};
+use proptest::prelude::*;
+
+/// A schedule over `letters`, with boundaries of `sizes`.
+fn schedule(letters: &str, sizes: &[Bytes], execution: Execution) -> Schedule {
+    let mut schedule = Schedule::named("test", sizes, false);
+    schedule.placement = letters.chars().map(|c| Placement::from_letter(c).unwrap()).collect();
+    schedule.execution = execution;
+    schedule
+}
+
+prop_compose! {
+    fn any_schedule()(layers in 1usize..9)(
+        first in 0usize..3,
+        middle in prop::collection::vec(0usize..4, layers - 1),
+        keep in prop::collection::vec(any::<bool>(), layers),
+        sizes in prop::collection::vec(0u64..20_000, layers + 1),
+        prefetch in 0usize..4,
+        writes_in_flight in 0usize..4,
+        staging_buffers in 0usize..4,
+    ) -> (Schedule, Vec<Bytes>) {
+        let letters: String = std::iter::once(first)
+            .chain(middle)
+            .map(|p| ['G', 'C', 'N', '-'][p])
+            .chain(['G'])
+            .collect();
+        let sizes: Vec<Bytes> = sizes.into_iter().map(Bytes).collect();
+        let mut schedule = schedule(&letters, &sizes, Execution { prefetch, writes_in_flight, staging_buffers });
+        schedule.keep = keep;
+        (schedule, sizes)
+    }
+}
+
+fn costs(times: &[f64], rates: [f64; 4], layers: usize) -> StepCosts {
+    let time = |i: usize| Seconds(times[i % times.len()]);
+    let list = |from: usize| (0..layers).map(|l| time(from + l)).collect();
+    let [d2h, h2d, nvme_write, nvme_read] = rates.map(BytesPerSecond);
+    StepCosts {
+        prologue: time(0),
+        forward: list(1),
+        saving_forward: list(11),
+        backward: list(21),
+        epilogue: time(31),
+        prologue_backward: time(32),
+        links: LinkRates { d2h, h2d, nvme_write, nvme_read },
+    }
+}
+
+fn overlap(a: &Buffer, b: &Buffer) -> bool {
+    let end = |x: &Buffer| x.offset + x.bytes.get();
+    a.tier == b.tier && a.offset < end(b) && b.offset < end(a)
+}
+
+/// For each task, every earlier task that is over when it starts: by its waits, its lane's order, and what those imply.
+fn earlier(plan: &StepPlan) -> Vec<Vec<bool>> {
+    let tasks: Vec<&Task> = plan.tasks().collect();
+    let mut before: Vec<Vec<bool>> = Vec::new();
+    for (at, waits) in plan.waits().iter().enumerate() {
+        let mut direct: Vec<usize> = waits.iter().map(|w| w.0).collect();
+        direct.extend((0..at).rev().find(|&t| tasks[t].lane == tasks[at].lane));
+        let mut row = vec![false; tasks.len()];
+        for d in direct {
+            assert!(d < at, "task {at} waits for task {d}");
+            row[d] = true;
+            for t in 0..d {
+                row[t] |= before[d][t];
+            }
+        }
+        before.push(row);
+    }
+    before
+}
+
+/// What a buffer holds while the list is carried out one by one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Value {
+    Boundary(usize),
+    Gradient(usize),
+}
+
+/// Carries the list out one by one on values, and checks what every task finds. Returns how often each layer is recomputed.
+fn carry_out(plan: &StepPlan) -> BTreeMap<usize, usize> {
+    let mut held: BTreeMap<usize, Option<Value>> = BTreeMap::new();
+    let mut recomputed = BTreeMap::new();
+    let (mut forward, mut backward) = (vec![], vec![]);
+    for op in &plan.ops {
+        let task = match op {
+            Op::Reserve(id) => {
+                assert!(held.insert(id.0, None).is_none(), "reserved twice");
+                continue;
+            }
+            Op::Release(id) => {
+                assert!(held.remove(&id.0).is_some(), "released without a reservation");
+                continue;
+            }
+            Op::Run(task) => task,
+        };
+        let found: Vec<Value> =
+            task.reads.iter().map(|id| held[&id.0].expect("read before it was written")).collect();
+        let (wanted, made) = match task.work {
+            Work::Prologue => (vec![], Some(Value::Boundary(0))),
+            Work::Forward { layer: LayerIndex(l), .. } => {
+                forward.push(l);
+                (vec![Value::Boundary(l)], Some(Value::Boundary(l + 1)))
+            }
+            Work::Recompute(LayerIndex(l)) => {
+                *recomputed.entry(l).or_default() += 1;
+                (vec![Value::Boundary(l)], Some(Value::Boundary(l + 1)))
+            }
+            Work::Epilogue => {
+                let n = forward.len();
+                (vec![Value::Boundary(n)], Some(Value::Gradient(n)))
+            }
+            Work::Backward { layer: LayerIndex(l), .. } => {
+                backward.push(l);
+                (vec![Value::Boundary(l), Value::Gradient(l + 1)], Some(Value::Gradient(l)))
+            }
+            Work::PrologueBackward => (vec![Value::Gradient(0)], None),
+            Work::Copy => (vec![found[0]], Some(found[0])),
+        };
+        assert_eq!(found, wanted, "{}", plan.name(task));
+        for id in &task.writes {
+            *held.get_mut(&id.0).expect("written without a reservation") = made;
+        }
+    }
+    assert!(held.is_empty(), "never released: {held:?}");
+    let layers = forward.len();
+    assert_eq!(forward, (0..layers).collect::<Vec<_>>());
+    assert_eq!(backward, (0..layers).rev().collect::<Vec<_>>());
+    recomputed
+}
+
+proptest! {
+    #[test]
+    fn every_task_finds_what_it_needs_and_a_skipped_boundary_is_one_forward((schedule, sizes) in any_schedule()) {
+        let plan = StepPlan::new(&schedule, &sizes).unwrap();
+        let skipped: BTreeMap<usize, usize> = (1..schedule.layers)
+            .filter(|&i| schedule.placement[i] == Placement::Recompute)
+            .map(|i| (i - 1, 1))
+            .collect();
+        prop_assert_eq!(carry_out(&plan), skipped);
+    }
+
+    #[test]
+    fn buffers_that_live_at_once_are_apart_and_within_the_extents((schedule, sizes) in any_schedule()) {
+        let plan = StepPlan::new(&schedule, &sizes).unwrap();
+        let mut live: Vec<BufferId> = vec![];
+        for op in &plan.ops {
+            match op {
+                Op::Run(_) => {}
+                Op::Release(id) => live.retain(|l| l != id),
+                Op::Reserve(id) => {
+                    let new = plan.buffer(*id);
+                    prop_assert!(new.offset + new.bytes.get() <= plan.extents.get(new.tier).get());
+                    for other in &live {
+                        prop_assert!(!overlap(new, plan.buffer(*other)), "{new:?} and {:?}", plan.buffer(*other));
+                    }
+                    live.push(*id);
+                }
+            }
+            let staging = live.iter().filter(|id| matches!(plan.buffer(**id).content, Content::Staging(_))).count();
+            prop_assert!(staging <= schedule.execution.staging_buffers.max(1));
+        }
+    }
+
+    #[test]
+    fn whoever_touches_the_same_bytes_is_waited_for((schedule, sizes) in any_schedule()) {
+        let plan = StepPlan::new(&schedule, &sizes).unwrap();
+        let tasks: Vec<&Task> = plan.tasks().collect();
+        let before = earlier(&plan);
+        let touch = |a: &[BufferId], b: &[BufferId]| {
+            a.iter().any(|a| b.iter().any(|b| overlap(plan.buffer(*a), plan.buffer(*b))))
+        };
+        for later in 0..tasks.len() {
+            for first in 0..later {
+                let (a, b) = (tasks[first], tasks[later]);
+                let conflict = touch(&a.writes, &b.reads) || touch(&a.reads, &b.writes) || touch(&a.writes, &b.writes);
+                prop_assert!(
+                    !conflict || before[later][first],
+                    "{} may run beside {}", plan.name(b), plan.name(a)
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn at_any_speed_tiers_hold_and_waiting_explains_the_time(
+        (schedule, sizes) in any_schedule(),
+        times in prop::collection::vec(0.0f64..1.0, 1..40),
+        rates in prop::array::uniform4(1e3f64..1e6),
+    ) {
+        let plan = StepPlan::new(&schedule, &sizes).unwrap();
+        let timeline = simulate(&plan, &costs(&times, rates, schedule.layers));
+        for tier in Tier::ALL {
+            let peak = timeline.occupancy(&plan, tier).iter().map(|s| s.1).max().unwrap();
+            prop_assert!(peak <= plan.extents.get(tier), "{tier}: {peak} of {}", plan.extents.get(tier));
+        }
+        // The step ends with arithmetic, and arithmetic stands still for transfers only.
+        let busy: f64 =
+            timeline.spans.iter().filter(|s| s.lane == Lane::Compute).map(|s| s.duration().get()).sum();
+        let explained = busy + timeline.exposed().total().get();
+        prop_assert!((timeline.total().get() - explained).abs() < 1e-9 * (1.0 + explained));
+        let moved: u64 = timeline.spans.iter().map(|s| s.bytes.get()).sum();
+        let wanted: u64 = (0..schedule.layers)
+            .map(|i| sizes[i].get() * match schedule.placement[i] {
+                Placement::Hbm | Placement::Recompute => 0,
+                Placement::Host => 2,
+                Placement::Nvme => 4,
+            })
+            .sum();
+        prop_assert_eq!(moved, wanted);
+    }
+}
+
+#[test]
+fn reads_start_as_many_blocks_ahead_as_asked() {
+    let sizes = [Bytes(4096); 5];
+    let issued = |prefetch| {
+        let execution = Execution { prefetch, ..Execution::default() };
+        let plan = StepPlan::new(&schedule("CCCCG", &sizes, execution), &sizes).unwrap();
+        let tasks: Vec<&Task> = plan.tasks().collect();
+        let reads = tasks.iter().filter(|t| t.lane == Lane::H2d);
+        reads.map(|t| (plan.name(t), plan.name(tasks[t.after.unwrap().0]))).collect::<Vec<_>>()
+    };
+    let pairs = |after: [&str; 4]| {
+        let names = ["boundary 3 h2d", "boundary 2 h2d", "boundary 1 h2d", "boundary 0 h2d"];
+        names.iter().zip(after).map(|(n, a)| ((*n).to_owned(), a.to_owned())).collect::<Vec<_>>()
+    };
+    assert_eq!(issued(0), pairs(["epilogue", "backward 3", "backward 2", "backward 1"]));
+    assert_eq!(issued(1), pairs(["forward 3", "epilogue", "backward 3", "backward 2"]));
+    assert_eq!(issued(2), pairs(["forward 3", "forward 3", "epilogue", "backward 3"]));
+    assert_eq!(issued(usize::MAX), pairs(["forward 3"; 4]));
+}
+
+#[test]
+fn absurd_sizes_and_counts_are_refused() {
+    let huge = [Bytes(u64::MAX), Bytes(1)];
+    let refused = StepPlan::new(&schedule("GG", &huge, Execution::default()), &huge).unwrap_err();
+    assert_eq!(refused, StepError::TooLarge(Tier::Hbm));
+    // Each fits 64 bits, their sum does not.
+    let huge = [Bytes(1 << 63); 3];
+    for letters in ["GGG", "CGG", "NGG"] {
+        let plan = StepPlan::new(&schedule(letters, &huge, Execution::default()), &huge);
+        assert!(matches!(plan, Err(StepError::TooLarge(_))), "{letters}");
+    }
+
+    let mut other = Schedule::named("test", &[Bytes(1); 2], false);
+    other.layers = usize::MAX;
+    assert!(matches!(StepPlan::new(&other, &[Bytes(1); 2]), Err(StepError::Shape { .. })));
+    assert!(other.check_shape(&[Bytes(1); 2]).is_err());
+    assert!(Schedule::from_json(&other.to_json().unwrap()).is_err());
+}
+
+#[test]
+fn spans_that_wait_for_themselves_or_for_nothing_explain_nothing() {
+    let span = |lane, start, end, blocked_on| Span {
+        name: "any".into(),
+        lane,
+        start: Seconds(start),
+        end: Seconds(end),
+        bytes: Bytes::ZERO,
+        blocked_on,
+    };
+    let spans = vec![
+        span(Lane::H2d, 1.0, 2.0, Some(1)),
+        span(Lane::D2h, 0.0, 1.0, Some(0)),
+        span(Lane::Compute, 2.0, 3.0, Some(0)),
+        span(Lane::Compute, 4.0, 5.0, Some(9)),
+    ];
+    let exposed = Timeline { spans }.exposed();
+    assert_eq!(exposed.h2d, Seconds(1.0));
+    assert_eq!(exposed.total(), Seconds(1.0));
+}
+
+#[test]
+fn a_wait_for_a_queue_of_transfers_is_split_along_the_queue() {
+    // A layer takes 1 s forward, a boundary 3 s out and 2 s back, and no write may stay in flight: so there are two ranges in HBM
+    // for the forward pass, and each layer waits for the one its output goes to.
+    let sizes = [Bytes(1000); 4];
+    let execution = Execution { prefetch: 0, writes_in_flight: 0, staging_buffers: 1 };
+    let plan = StepPlan::new(&schedule("CCCG", &sizes, execution), &sizes).unwrap();
+    let mut costs = costs(&[1.0], [1000.0 / 3.0, 500.0, 1.0, 1.0], 3);
+    (costs.prologue, costs.epilogue, costs.prologue_backward) = (Seconds::ZERO, Seconds::ZERO, Seconds::ZERO);
+    let timeline = simulate(&plan, &costs);
+    let at = |name: &str| timeline.spans.iter().find(|s| s.name == name).unwrap();
+    assert_eq!(at("boundary 0 d2h").end, Seconds(3.0));
+    assert_eq!(at("forward 1").start, Seconds(3.0));
+    assert_eq!(at("boundary 1 d2h").end, Seconds(6.0));
+    assert_eq!(at("forward 2").start, Seconds(6.0));
+    // Boundary 2 is gone at 9 s, and the loss needs its range. Three waits of 2 s out, and three of 2 s back, each when needed.
+    let exposed = timeline.exposed();
+    assert_eq!(at("epilogue").start, Seconds(9.0));
+    assert!((exposed.d2h.get() - 3.0 * 2.0).abs() < 1e-9, "{exposed:?}");
+    assert!((exposed.h2d.get() - 3.0 * 2.0).abs() < 1e-9, "{exposed:?}");
+}
