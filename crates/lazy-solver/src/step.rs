@@ -14,7 +14,7 @@ use crate::solve::{Solution, SolveOptions, Status, solve};
 const DISTANCES: [usize; 5] = [0, 1, 2, 3, 4];
 /// Buffers for writes in flight that are tried. Fewer need less HBM and may make the forward pass wait.
 const WRITES_IN_FLIGHT: [usize; 3] = [2, 1, 0];
-/// Rounds of shrinking a budget. Each takes at least one boundary out of a tier, and few are ever needed.
+/// Rounds of shrinking a budget. Each takes away the placement it was made for, and few are ever needed.
 const MOST_ROUNDS: usize = 32;
 /// More room must save this share of the step to be worth its memory.
 const WORTH_IT: f64 = 1e-4;
@@ -112,8 +112,12 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
         match best_execution(problem, &bare, options.prefetch) {
             Ok((schedule, verified)) => return Ok(StepSolution { schedule, verified, solution, chain }),
             Err(VerifyError::OverBudget { tier, needed, budget, fixed }) => {
-                let smaller = room.get(tier).saturating_sub(needed - budget);
-                if tier == Tier::Nvme || smaller == Bytes::ZERO {
+                // From what the boundaries take: room that no whole boundary fills would hide a small overflow round after round.
+                let taken = solution.evaluation.as_ref().map_or(Bytes::ZERO, |e| e.bytes.get(tier));
+                let smaller = taken.saturating_sub(needed - budget);
+                // HBM holds at least the last boundary; the other tiers may hold none.
+                let hopeless = tier == Tier::Nvme || taken == Bytes::ZERO;
+                if hopeless || (tier == Tier::Hbm && smaller == Bytes::ZERO) {
                     return Err(VerifyError::OverBudget { tier, needed, budget, fixed }.into());
                 }
                 *room.get_mut(tier) = smaller;
