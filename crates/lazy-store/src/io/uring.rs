@@ -17,7 +17,7 @@ const NUDGE: u64 = u64::MAX;
 pub(crate) struct Uring {
     ring: IoUring,
     depth: usize,
-    /// Requests pushed whose completion was not seen.
+    /// Requests pushed, nudges included, whose completion was not seen.
     in_flight: usize,
     /// The ring failed; entries may be left in it that must never reach the kernel.
     broken: bool,
@@ -33,6 +33,7 @@ impl Uring {
 
     fn collect(&mut self, done: &mut Vec<Done>) {
         for entry in self.ring.completion() {
+            self.in_flight -= 1;
             if entry.user_data() == NUDGE {
                 continue;
             }
@@ -41,7 +42,6 @@ impl Uring {
                 Err(_) => Err(Errno::from_raw_os_error(entry.result().saturating_neg())),
             };
             done.push(Done { tag: entry.user_data() as usize, result });
-            self.in_flight -= 1;
         }
     }
 
@@ -67,7 +67,11 @@ impl Uring {
         // SAFETY: the request uses no memory.
         let pushed = unsafe { self.ring.submission().push(&nop) };
         // A full ring has requests to submit, which wake the pool as well.
-        if pushed.is_ok() { self.ring.submit().map(|_| ()) } else { Ok(()) }
+        if pushed.is_err() {
+            return Ok(());
+        }
+        self.in_flight += 1;
+        self.ring.submit().map(|_| ())
     }
 
     /// Gives the ring up: waits for what the kernel has taken, whose memory it still owns.
