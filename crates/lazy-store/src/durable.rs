@@ -47,11 +47,13 @@ type Finished = (AlignedBuf, Result<(), StoreError>, Instant, Instant);
 
 struct Dir {
     path: PathBuf,
-    folder: File,
     mode: NvmeMode,
     hooks: Hooks,
     reader: Worker,
     writer: Worker,
+    /// Holds the claim of [`DurableDir::lock`]. Dropped last: a transfer whose handle was leaked ends before somebody else may
+    /// claim the folder.
+    folder: File,
 }
 
 struct Opened {
@@ -128,6 +130,19 @@ impl Drop for Worker {
     }
 }
 
+/// Makes a folder, private to the user, unless it is there already; what was made survives a power cut.
+fn make_lasting_dir(path: &Path) -> Result<(), StoreError> {
+    let named = |p: &&Path| !p.as_os_str().is_empty();
+    let absent: Vec<&Path> = path.ancestors().filter(named).take_while(|p| !p.exists()).collect();
+    make_private_dir(path)?;
+    for made in absent {
+        let parent = made.parent().filter(named).unwrap_or(Path::new("."));
+        let flush = File::open(parent).and_then(|folder| folder.sync_all());
+        flush.map_err(|e| StoreError::file("flush", parent, e))?;
+    }
+    Ok(())
+}
+
 impl DurableDir {
     /// Opens a folder, and makes it, private to the user, if absent.
     ///
@@ -154,7 +169,7 @@ impl DurableDir {
     }
 
     fn open_with(path: &Path, options: &IoOptions, hooks: Hooks) -> Result<Self, StoreError> {
-        make_private_dir(path)?;
+        make_lasting_dir(path)?;
         let mode = probe::settle(path, options.backend, options.direct)?;
         let queue = || {
             probe::queue(mode.backend, options.depth)
@@ -164,7 +179,7 @@ impl DurableDir {
         let reader = Worker::start(Op::Read, queue()?, options.depth)?;
         let writer = Worker::start(Op::Write, queue()?, options.depth)?;
         let folder = File::open(path).map_err(|e| StoreError::file("open", path, e))?;
-        Ok(DurableDir { inner: Arc::new(Dir { path: path.to_owned(), folder, mode, hooks, reader, writer }) })
+        Ok(DurableDir { inner: Arc::new(Dir { path: path.to_owned(), mode, hooks, reader, writer, folder }) })
     }
 
     /// Claims the folder for this `DurableDir` and its clones until the last of them is dropped. The claim is a `flock` on

@@ -28,7 +28,7 @@
 //!
 //! # The host device
 //!
-//! Today's device is the host: its HBM is an arena in RAM, its links can be slowed down to given rates
+//! Today's device is the host: its HBM is an arena in RAM, its host tier is another one and not pinned, its links can be slowed down to given rates
 //! ([`LinkLimits`]), ranges can be poisoned for each new owner, and the queues can be run by one thread in an order drawn
 //! from a seed ([`QueueOrder`]), which replays the same interleaving every time.
 //!
