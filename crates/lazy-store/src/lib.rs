@@ -86,7 +86,7 @@ pub use io::fs::is_tmpfs;
 pub use lazy_model::{
     BoundaryIndex, Bytes, BytesPerSecond, Lane, LayerIndex, Placement, Seconds, Span, Tier,
 };
-pub use links::LinkRates;
+pub use links::MeasuredRates;
 pub use memory::Access;
 pub use options::{
     Backend, BackendChoice, DirectChoice, LinkLimits, NvmeMode, NvmeOptions, QueueOrder, StoreOptions,

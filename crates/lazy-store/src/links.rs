@@ -10,9 +10,9 @@ use crate::store::{Event, Extent, Store, Submission};
 /// Copies timed for each link; the median of them is reported.
 const PROBE_COPIES: usize = 5;
 
-/// Measured rates of the store's links.
+/// Measured rates of the links that a store has.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LinkRates {
+pub struct MeasuredRates {
     /// Host to device.
     pub h2d: BytesPerSecond,
     /// Device to host.
@@ -79,7 +79,7 @@ impl Store {
     /// # Errors
     ///
     /// [`StoreError::OutOfBudget`] where a tier has no room, and whatever a copy reports.
-    pub fn probe_links(&self, bytes: Bytes) -> Result<LinkRates, StoreError> {
+    pub fn probe_links(&self, bytes: Bytes) -> Result<MeasuredRates, StoreError> {
         let hbm = self.reserve(Tier::Hbm, bytes)?;
         let host = self.reserve(Tier::Host, bytes)?;
         let fill =
@@ -99,7 +99,7 @@ impl Store {
             nvme_write = Some(self.rate(&host, &nvme)?);
             nvme_read = Some(self.rate(&nvme, &host)?);
         }
-        Ok(LinkRates { h2d, d2h, nvme_write, nvme_read })
+        Ok(MeasuredRates { h2d, d2h, nvme_write, nvme_read })
     }
 
     fn rate(&self, src: &Extent, dst: &Extent) -> Result<BytesPerSecond, StoreError> {
