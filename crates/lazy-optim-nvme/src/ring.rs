@@ -290,7 +290,7 @@ fn chunk_elements(options: &AdamOptions) -> usize {
 
 /// Memory of the ring that these options ask for.
 pub(crate) fn ring_bytes(options: &AdamOptions) -> Bytes {
-    Bytes(chunk_elements(options) as u64 * 4 * (SECTIONS.len() * options.depth) as u64)
+    Bytes(chunk_elements(options) as u64) * 4 * SECTIONS.len() as u64 * options.depth as u64
 }
 
 /// Bytes moved for `elements` of one section: the padding of the last page included, which is zero on disk.
