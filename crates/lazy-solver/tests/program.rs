@@ -92,7 +92,9 @@ fn the_schedule_is_written_whole_or_not_at_all() {
 fn wrong_usage_and_wrong_files_say_what_to_change() {
     assert_eq!(plan(&[]).status.code(), Some(2));
     assert_eq!(plan_chain("tiny3_hand", &["--no-such-flag"]).status.code(), Some(2));
-    assert_eq!(plan_chain("tiny3_hand", &["--hbm-gib", "3"]).status.code(), Some(2));
+    let output = plan_chain("tiny3_hand", &["--hbm-gib", "3"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(output.stdout.is_empty() && text(&output.stderr).contains("a chain brings its own budgets"));
     let output = plan(&["--chain", "no/such/file.json"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("no/such/file.json"));
