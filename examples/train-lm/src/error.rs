@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use lazy_model::schedule::ScheduleError;
 use lazy_model::VerifyError;
+use lazy_model::schedule::ScheduleError;
 use lazy_optim_nvme::OptimError;
 use lazy_runtime::{LayerError, RuntimeError};
 use lazy_solver::step::StepFailure;

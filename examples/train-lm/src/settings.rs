@@ -42,10 +42,10 @@ pub struct TrainArgs {
     /// Seed of weights, data order and dropout [default: 1]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Learning rate [default: 0.006]
+    /// Learning rate at the end of the warm-up [default: 0.012]
     #[arg(long, value_name = "RATE")]
     pub lr: Option<f64>,
-    /// Steps over which the learning rate rises from zero [default: 10]
+    /// Steps over which the learning rate rises from zero, before it falls with the root of the step; 0: constant [default: 20]
     #[arg(long, value_name = "N")]
     pub warmup: Option<u64>,
     /// Decoupled weight decay of matrices [default: 0.1]
@@ -159,8 +159,8 @@ impl Default for Settings {
             batch: 8,
             seq: 64,
             seed: 1,
-            lr: 6e-3,
-            warmup: 10,
+            lr: 1.2e-2,
+            warmup: 20,
             weight_decay: 0.1,
             clip: 1.0,
             dropout: 0.0,
@@ -253,10 +253,16 @@ impl Settings {
         self.batch * self.seq * self.accum
     }
 
-    /// Learning rate of a step, counted from 0: a linear rise over the warm-up, then constant. It does not depend on the number of
-    /// steps, so a run that is made longer is the same run.
+    /// Learning rate of a step, counted from 0: a linear rise over the warm-up, then a fall with the root of the step (Vaswani et
+    /// al., "Attention Is All You Need", 2017). It does not depend on the number of steps, so a run that is made longer is the
+    /// same run. Without a warm-up it is constant.
     pub fn lr_at(&self, step: u64) -> f64 {
-        if step < self.warmup { self.lr * (step + 1) as f64 / self.warmup as f64 } else { self.lr }
+        let (done, warmup) = ((step + 1) as f64, self.warmup as f64);
+        match self.warmup {
+            0 => self.lr,
+            w if step < w => self.lr * done / warmup,
+            _ => self.lr * (warmup / done).sqrt(),
+        }
     }
 }
 
@@ -265,10 +271,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_learning_rate_rises_linearly_and_stays() {
+    fn the_learning_rate_rises_linearly_and_falls_with_the_root() {
         let settings = Settings { lr: 0.1, warmup: 4, ..Settings::default() };
-        let rates: Vec<f64> = (0..6).map(|s| settings.lr_at(s)).collect();
-        assert_eq!(rates, [0.025, 0.05, 0.1 * 3.0 / 4.0, 0.1, 0.1, 0.1]);
+        let rates: Vec<f64> = (0..4).map(|s| settings.lr_at(s)).collect();
+        assert_eq!(rates, [0.025, 0.05, 0.1 * 3.0 / 4.0, 0.1]);
+        // Four times the warm-up, half the rate.
+        assert_eq!(settings.lr_at(15), 0.05);
         assert_eq!(Settings { warmup: 0, ..settings }.lr_at(0), 0.1);
     }
 

@@ -29,7 +29,7 @@ use crate::run_folder::{MetricsWriter, RunFolder};
 use crate::settings::{DeviceChoice, Settings, TrainArgs};
 
 /// Steps of a run that is not told how many.
-const DEFAULT_STEPS: u64 = 100;
+const DEFAULT_STEPS: u64 = 120;
 /// The model that ships with the trainer.
 const DEFAULT_CONFIG: &str = include_str!("../config.json");
 /// Learning-rate groups: matrices, and vectors, which are not decayed.
