@@ -60,7 +60,7 @@ pub enum VerifyError {
     /// A tier would overflow.
     #[error(
         "the schedule needs {needed} in {tier} ({fixed} of it whatever is placed where), the budget is {budget}: raise the {tier} \
-         budget by {} or solve again under this one", Bytes(needed.get() - budget.get())
+         budget to at least {} MiB or solve again under this one", needed.mib_rounded_up()
     )]
     OverBudget {
         /// The tier.

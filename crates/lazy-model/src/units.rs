@@ -41,6 +41,12 @@ impl Bytes {
         self.0 as f64 / (1u64 << 20) as f64
     }
 
+    /// The count in units of 2^20 bytes, rounded up to three digits: a budget of that size holds these bytes.
+    pub fn mib_rounded_up(self) -> f64 {
+        const STEPS: u128 = 1000;
+        (u128::from(self.0) * STEPS).div_ceil(1 << 20) as f64 / STEPS as f64
+    }
+
     /// `self - other`, or zero where that would be negative.
     pub const fn saturating_sub(self, other: Bytes) -> Bytes {
         Bytes(self.0.saturating_sub(other.0))

@@ -2,6 +2,7 @@
 
 mod cli;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -10,7 +11,8 @@ fn main() -> ExitCode {
     match cli::run(&cli::Args::parse()) {
         Ok(code) => code,
         Err(message) => {
-            eprintln!("error: {message}");
+            // Whoever read standard error may have gone; the exit status still tells.
+            let _ = writeln!(std::io::stderr(), "error: {message}");
             ExitCode::FAILURE
         }
     }

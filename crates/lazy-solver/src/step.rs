@@ -50,8 +50,8 @@ pub enum StepFailure {
     Solver(#[from] SolverError),
     /// A tier's cap does not even hold what is there whatever goes where.
     #[error(
-        "the {tier} cap is {budget}, but {fixed} of it are needed before any boundary is placed: raise it (`--{tier}-mib`, \
-         `--{tier}-gib`) or make batch or sequence smaller"
+"the {tier} cap is {budget}, but {fixed} are needed before any boundary is placed: raise it (`--{tier}-mib`) above {} MiB, or \
+         make batch or sequence smaller", fixed.mib_rounded_up()
     )]
     Fixed {
         /// The tier.
@@ -102,12 +102,38 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
         }
         *room.get_mut(tier) = budget - fixed;
     }
-    let mut overflow = None;
+    let mut refused = None;
+    // A block that is recomputed holds all its boundaries at once, which the chain does not count: where no plan with long blocks
+    // can be laid out, one with shorter blocks may be.
+    let halves = std::iter::successors(Some(problem.max_segment), |&m| (m > 1).then_some(m / 2));
+    for max_segment in halves {
+        match solve_blocks(&StepProblem { max_segment, ..problem.clone() }, options, room) {
+            Err(
+                e @ (StepFailure::Infeasible { .. } | StepFailure::Verify(VerifyError::OverBudget { .. })),
+            ) => {
+                refused = refused.or(Some(e));
+            }
+            other => return other,
+        }
+    }
+    Err(refused.unwrap_or(StepFailure::NoIncumbent))
+}
+
+/// [`solve_step`] with one limit on the length of blocks.
+fn solve_blocks(
+    problem: &StepProblem,
+    options: &StepOptions,
+    whole: TierBytes,
+) -> Result<StepSolution, StepFailure> {
+    let (mut room, mut overflow) = (whole, None);
     for _ in 0..MOST_ROUNDS {
         let chain = problem.chain(room);
         let solution = solve(&chain, &options.solve)?;
         let Some(bare) = solution.schedule(&chain) else {
-            return Err(no_placement(problem, &solution, room));
+            return Err(match (solution.status, overflow) {
+                (Status::Infeasible, Some(overflow)) => StepFailure::Verify(overflow),
+                _ => no_placement(problem, &solution, whole),
+            });
         };
         match best_execution(problem, &bare, options.prefetch) {
             Ok((schedule, verified)) => return Ok(StepSolution { schedule, verified, solution, chain }),
@@ -179,5 +205,54 @@ fn no_placement(problem: &StepProblem, solution: &Solution, room: TierBytes) -> 
             boundary: problem.boundary_bytes.iter().copied().max().unwrap_or_default(),
             max_segment: problem.max_segment,
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lazy_model::timeline::{LinkRates, StepCosts};
+    use lazy_model::{BytesPerSecond, Seconds};
+
+    use super::*;
+
+    /// Eight layers of one page a boundary; boundaries in HBM cost nothing, everything else does.
+    fn problem(hbm_pages: u64, forward_ms: &[f64]) -> StepProblem {
+        let rate = BytesPerSecond(4e6);
+        let times = |factor: f64| forward_ms.iter().map(|ms| Seconds::from_ms(ms * factor)).collect();
+        StepProblem {
+            boundary_bytes: vec![Bytes(4096); 9],
+            saved_bytes: vec![Bytes(40_960); 8],
+            costs: StepCosts {
+                prologue: Seconds::ZERO,
+                forward: times(1.0),
+                saving_forward: times(1.1),
+                backward: times(2.0),
+                epilogue: Seconds::ZERO,
+                prologue_backward: Seconds::ZERO,
+                links: LinkRates { d2h: rate, h2d: rate, nvme_write: rate, nvme_read: rate },
+            },
+            micro_batches: 1,
+            optimizer: Seconds::ZERO,
+            fixed: TierBytes::default(),
+            budgets: TierBytes { hbm: Bytes(4096) * hbm_pages, host: Bytes(1 << 20), nvme: Bytes::ZERO },
+            max_segment: 4,
+        }
+    }
+
+    /// A layer needs its input, its output or the two gradients, and a boundary may still be leaving: with host RAM for all
+    /// boundaries there is a plan in that much HBM, whatever the times of the layers make attractive.
+    #[test]
+    fn room_for_one_layer_is_room_for_a_plan() {
+        for forward_ms in [[0.1; 8], [1.0; 8], [0.3, 2.0, 0.3, 2.0, 0.3, 2.0, 0.3, 2.0]] {
+            let found = solve_step(&problem(4, &forward_ms), &StepOptions::default());
+            let found = found.unwrap_or_else(|e| panic!("{forward_ms:?}: {e}"));
+            assert!(found.verified.promise.peak_bytes.hbm <= Bytes(4096) * 4);
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_a_cap() {
+        let message = solve_step(&problem(2, &[1.0; 8]), &StepOptions::default()).unwrap_err().to_string();
+        assert!(message.contains("MiB"), "{message}");
     }
 }

@@ -144,3 +144,14 @@ fn a_model_is_planned_whole_with_its_step_time() {
 fn text_of(output: &Output) -> String {
     text(&output.stderr)
 }
+
+#[test]
+fn a_reader_of_standard_error_that_has_gone_changes_no_exit_status() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_lazy-plan"))
+        .args(["--chain", "/no/such/file"])
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stderr.take());
+    assert_eq!(child.wait().unwrap().code(), Some(1));
+}

@@ -77,6 +77,7 @@ fn plan_model(args: &Args, path: &Path) -> Result<Planned, String> {
             });
         }
         Err(StepFailure::NoIncumbent) => (Status::NoIncumbent, None),
+        Err(StepFailure::Failed(reason)) => (Status::Failed, Some(reason)),
         Err(
             e @ (StepFailure::Fixed { .. }
             | StepFailure::Infeasible { .. }
@@ -95,7 +96,7 @@ fn plan_model(args: &Args, path: &Path) -> Result<Planned, String> {
             gap: None,
             solve: Seconds::ZERO,
             method: Method::Mip,
-            message: None,
+            message: message.clone(),
         },
         schedule: None,
         promise: None,
