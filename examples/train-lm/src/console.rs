@@ -1,10 +1,12 @@
 //! What a person sees while a run goes on: all of it on standard error.
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write};
+use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lazy_model::{Placement, StepProblem, Tier, TierBytes};
 
+use crate::error::{Result, TrainError};
 use crate::metrics::StepMetrics;
 use crate::planning::Chosen;
 use crate::run_folder::RunFolder;
@@ -12,6 +14,23 @@ use crate::train::Summary;
 
 /// Where there is no terminal, a line is written every so many steps.
 const QUIET_INTERVAL: u64 = 20;
+
+/// Writes a line to standard error. A run must not die because whoever read its log has gone, so a failure is passed over.
+pub fn tell(text: &str) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
+/// Writes a result to standard output. A reader that has seen enough, as `head` does, is no failure.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn print(text: &str) -> Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other.map_err(TrainError::io(Path::new("standard output"))),
+    }
+}
 
 /// The terminal, or a log.
 pub struct Console {
@@ -27,7 +46,7 @@ impl Console {
     }
 
     fn line(&self, text: &str) {
-        if self.bar.is_hidden() { eprintln!("{text}") } else { self.bar.println(text) }
+        if self.bar.is_hidden() { tell(text) } else { self.bar.println(text) }
     }
 
     /// What is being done.
@@ -104,7 +123,7 @@ impl Console {
             self.bar.set_position(metrics.step + 1);
             self.bar.set_message(text);
         } else if metrics.step.is_multiple_of(QUIET_INTERVAL) {
-            eprintln!("step {}: {text}", metrics.step);
+            tell(&format!("step {}: {text}", metrics.step));
         }
     }
 

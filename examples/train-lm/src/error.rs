@@ -46,6 +46,9 @@ pub enum TrainError {
     /// The optimizer's state.
     #[error(transparent)]
     Optimizer(#[from] OptimError),
+    /// Asked to stop before there was anything to keep.
+    #[error("interrupted before the first step: nothing was kept")]
+    Interrupted,
     /// A layer, called outside a step.
     #[error("{0}")]
     Layer(LayerError),

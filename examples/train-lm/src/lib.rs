@@ -14,4 +14,5 @@ pub mod random;
 pub mod report;
 pub mod run_folder;
 pub mod settings;
+pub mod stop;
 pub mod train;

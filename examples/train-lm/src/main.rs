@@ -4,8 +4,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use train_lm::console::{print, tell};
 use train_lm::error::{Result, TrainError};
 use train_lm::settings::TrainArgs;
+use train_lm::stop;
 
 /// Trains a Qwen3-style decoder beyond memory: solved placement of activations, optimizer state on NVMe
 #[derive(Parser)]
@@ -48,53 +50,54 @@ fn main() -> ExitCode {
         Command::Clean(args) => clean(&args),
     };
     match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
-            eprintln!("train-lm: {error}");
-            ExitCode::FAILURE
+            tell(&format!("train-lm: {error}"));
+            match error {
+                TrainError::Interrupted => ExitCode::from(stop::exit_status()),
+                _ => ExitCode::FAILURE,
+            }
         }
     }
 }
 
-#[expect(clippy::print_stdout, reason = "standard output is for results")]
-fn train(args: &TrainArgs) -> Result<()> {
+fn train(args: &TrainArgs) -> Result<ExitCode> {
+    stop::listen()?;
     let summary = train_lm::train::train(args)?;
     if args.json {
         let text = serde_json::to_string(&summary).map_err(TrainError::json(&summary.run))?;
-        println!("{text}");
+        print(&(text + "\n"))?;
     }
-    Ok(())
+    Ok(if summary.interrupted { ExitCode::from(stop::exit_status()) } else { ExitCode::SUCCESS })
 }
 
-#[expect(clippy::print_stdout, reason = "standard output is for results")]
-fn probe(args: &ProbeArgs) -> Result<()> {
+fn probe(args: &ProbeArgs) -> Result<ExitCode> {
+    stop::listen()?;
     let profile = train_lm::train::probe_only(&args.train)?.to_json();
     match &args.file {
-        Some(path) => train_lm::run_folder::write_file(path, profile.as_bytes()),
-        None => {
-            print!("{profile}");
-            Ok(())
-        }
+        Some(path) => train_lm::run_folder::write_file(path, profile.as_bytes())?,
+        None => print(&profile)?,
     }
+    Ok(ExitCode::SUCCESS)
 }
 
-fn clean(args: &CleanArgs) -> Result<()> {
+fn clean(args: &CleanArgs) -> Result<ExitCode> {
     if !args.nvme_dir.exists() {
-        eprintln!("{}: nothing there", args.nvme_dir.display());
-        return Ok(());
+        tell(&format!("{}: nothing there", args.nvme_dir.display()));
+        return Ok(ExitCode::SUCCESS);
     }
     let swept = lazy_store::scratch::sweep(&args.nvme_dir)?;
     for path in &swept.removed {
-        eprintln!("removed {}", path.display());
+        tell(&format!("removed {}", path.display()));
     }
     for (path, reason) in &swept.unsure {
-        eprintln!("left alone {}: {reason}", path.display());
+        tell(&format!("left alone {}: {reason}", path.display()));
     }
-    eprintln!(
+    tell(&format!(
         "{} removed, {} in use, {} left alone",
         swept.removed.len(),
         swept.alive.len(),
         swept.unsure.len()
-    );
-    Ok(())
+    ));
+    Ok(ExitCode::SUCCESS)
 }

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 pub struct StepMetrics {
     /// Optimizer step, from 0.
     pub step: u64,
-    /// Mean loss over the step's tokens, in nats.
+    /// Mean loss over the step's tokens, in nats; null where it is not finite.
+    #[serde(deserialize_with = "null_as_nan")]
     pub loss: f32,
     /// Norm of all gradients before clipping; null where it is not finite.
     pub grad_norm: Option<f64>,
@@ -31,6 +32,11 @@ pub struct StepMetrics {
     pub peak_bytes: TierBytes,
     /// Resident set of the process, all of it.
     pub rss_bytes: Bytes,
+}
+
+/// JSON has no NaN, so a loss that is none is written as null.
+fn null_as_nan<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
+    Ok(Option::<f32>::deserialize(deserializer)?.unwrap_or(f32::NAN))
 }
 
 /// Parts of a step's time.

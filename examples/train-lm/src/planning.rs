@@ -1,9 +1,9 @@
 //! From a model, a profile and caps to a verified schedule.
 
-use lazy_model::{Bytes, HardwareProfile, Schedule, StepProblem, Tier, TierBytes, Verified};
+use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Tier, TierBytes, Verified};
 use lazy_optim_nvme::{AdamOptions, NvmeAdam};
 use lazy_solver::budgets::BudgetArgs;
-use lazy_solver::step::{StepOptions, best_execution, solve_step};
+use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
 
 use crate::error::{Result, TrainError};
 use crate::model::TrainedModel;
@@ -44,7 +44,6 @@ pub fn problem(
     plan: &str,
     prefetch: Prefetch,
 ) -> Result<StepProblem> {
-    let shape = settings.shape();
     let layers = model.layers();
     let n = layers.len();
     let boundary = model.boundary_bytes();
@@ -54,18 +53,7 @@ pub fn problem(
              --batch and --seq, or leave --profile out"
         ))
     })?;
-    let declared = model.decoder.declared(shape.batch, shape.seq);
-    // A recomputed layer's graph holds its input and output besides the declared internals.
-    let running = declared.layer_internals_total()
-        + boundary
-        + boundary
-        + declared.layer_gradients
-        + declared.layer_workspace;
-    let fixed = TierBytes {
-        hbm: declared.weights + declared.gradients + running.max(declared.loss_workspace),
-        host: NvmeAdam::ring_bytes(adam),
-        nvme: Bytes::ZERO,
-    };
+    let fixed = fixed(model, settings, adam);
     let defaults = if plan == "auto" {
         default_budgets(n as u64, boundary, fixed, prefetch.blocks().unwrap_or(0) as u64)
     } else {
@@ -84,6 +72,75 @@ pub fn problem(
         budgets: TierBytes { hbm: cap(Tier::Hbm)?, host: cap(Tier::Host)?, nvme: cap(Tier::Nvme)? },
         max_segment: MAX_SEGMENT,
     })
+}
+
+/// What a step holds whatever is placed where.
+fn fixed(model: &TrainedModel, settings: &Settings, adam: &AdamOptions) -> TierBytes {
+    let shape = settings.shape();
+    let boundary = model.boundary_bytes();
+    let declared = model.decoder.declared(shape.batch, shape.seq);
+    // A recomputed layer's graph holds its input and output besides the declared internals.
+    let running = declared.layer_internals_total()
+        + boundary
+        + boundary
+        + declared.layer_gradients
+        + declared.layer_workspace;
+    TierBytes {
+        hbm: declared.weights + declared.gradients + running.max(declared.loss_workspace),
+        host: NvmeAdam::ring_bytes(adam),
+        nvme: Bytes::ZERO,
+    }
+}
+
+/// Refuses, before anything is measured, caps that are no sizes and steps that no plan can make fit.
+///
+/// # Errors
+/// When a cap is wrong, or does not hold what is there whatever goes where, or this machine's memory does not.
+pub fn check_room(
+    model: &TrainedModel,
+    settings: &Settings,
+    adam: &AdamOptions,
+    budgets: &BudgetArgs,
+) -> Result<()> {
+    let fixed = fixed(model, settings, adam);
+    for tier in Tier::ALL {
+        if let Some(budget) = budgets.cap(tier).map_err(TrainError::Usage)?
+            && budget < fixed.get(tier)
+        {
+            return Err(StepFailure::Fixed { tier, budget, fixed: fixed.get(tier) }.into());
+        }
+    }
+    let (needed, there) = (fixed.hbm + fixed.host, total_memory());
+    match there {
+        Some(there) if there < needed => Err(TrainError::Usage(format!(
+            "a step needs {needed} whatever is placed where, and this machine has {there} of memory: make --batch or --seq smaller, \
+             or take a smaller model"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a model whose weights and gradients alone are more than this machine's memory.
+///
+/// # Errors
+/// When they are.
+pub fn check_parameters(spec: &ModelSpec) -> Result<()> {
+    let needed = Bytes(spec.total_parameters()) * (2 * size_of::<f32>() as u64);
+    match total_memory() {
+        Some(there) if there < needed => Err(TrainError::Usage(format!(
+            "weights and gradients of the model need {needed}, and this machine has {there} of memory: take a smaller model"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The machine's memory; on the host device part of it stands for HBM.
+fn total_memory() -> Option<Bytes> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:")?.split_whitespace().next()?.parse().ok())?;
+    Some(Bytes(1024) * kib)
 }
 
 /// Caps into which the activations do not fit, so that a first run shows all tiers at work: HBM for a third of the boundaries and

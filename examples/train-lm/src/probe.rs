@@ -10,6 +10,7 @@ use lazy_store::{BackendChoice, DirectChoice, LinkLimits, NvmeOptions, Store, St
 
 use crate::error::{Result, TrainError};
 use crate::model::{Shape, TrainedModel};
+use crate::stop;
 
 /// Repetitions after one that warms up.
 const REPETITIONS: usize = 3;
@@ -29,6 +30,7 @@ pub fn probe(
 ) -> Result<HardwareProfile> {
     let when = timestamp();
     let times = layer_times(model, shape, &when)?;
+    stop::check()?;
     let links = link_rates(model.boundary_bytes(), spill, limits, &when)?;
     let rate = optimizer_rate(model, spill, adam)?;
     Ok(HardwareProfile {
@@ -66,6 +68,7 @@ fn layer_times(model: &TrainedModel, shape: Shape, when: &str) -> Result<StepTim
         let mut taken = Times::default();
         taken.prologue.push(time(|| prologue.forward(&cx, &mut x))?);
         for (l, layer) in layers.iter().enumerate() {
+            stop::check()?;
             let cx = Context { layer: Some(LayerIndex(l)), ..cx };
             taken.forward.push(time(|| layer.forward(&cx, &x, Some(&mut y), false).map(|_| ()))?);
             let mut saved = None;
@@ -174,6 +177,7 @@ fn optimizer_rate(model: &TrainedModel, spill: &Path, adam: &AdamOptions) -> Res
     let gradient = vec![1e-3f32; elements];
     let mut samples = Vec::new();
     for _ in 0..REPETITIONS {
+        stop::check()?;
         let start = Instant::now();
         let input =
             StepInput { groups: &[GroupOptions::default()], max_norm: Some(1.0), ..StepInput::default() };

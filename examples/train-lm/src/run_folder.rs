@@ -4,6 +4,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, TrainError};
@@ -12,18 +14,25 @@ use crate::settings::Settings;
 
 /// Format version of `run.json`.
 const RUN_VERSION: u32 = 1;
+/// The run's settings.
+const RUN_FILE: &str = "run.json";
 
 /// A run's folder.
 pub struct RunFolder {
     path: PathBuf,
     /// The folder was made by this process and holds nothing anyone needs yet: it goes when the run does not start.
     fresh: bool,
+    /// Held as long as this process works in the folder.
+    _lock: File,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RunFile {
     version: u32,
+    /// Steps in all, where the run was told how many; a resumed run may be told another number.
+    #[serde(default)]
+    steps: Option<u64>,
     settings: Settings,
 }
 
@@ -33,11 +42,14 @@ impl RunFolder {
     ///
     /// # Errors
     /// When the folder exists and is not empty, or cannot be made.
-    pub fn create(path: &Path, settings: &Settings, config: &str) -> Result<RunFolder> {
+    pub fn create(path: &Path, settings: &Settings, steps: Option<u64>, config: &str) -> Result<RunFolder> {
         check_free(path)?;
         fs::create_dir_all(path).map_err(TrainError::io(path))?;
-        let folder = RunFolder { path: path.to_owned(), fresh: true };
-        let file = RunFile { version: RUN_VERSION, settings: settings.clone() };
+        let lock = lock(path)?;
+        // Another run may have been as quick: looked at again now that it would hold the lock.
+        check_free(path)?;
+        let folder = RunFolder { path: path.to_owned(), fresh: true, _lock: lock };
+        let file = RunFile { version: RUN_VERSION, steps, settings: settings.clone() };
         let text = serde_json::to_string_pretty(&file).map_err(TrainError::json(&folder.run_file()))?;
         write_file(&folder.run_file(), text.as_bytes())?;
         write_file(&folder.config(), config.as_bytes())?;
@@ -48,9 +60,8 @@ impl RunFolder {
     ///
     /// # Errors
     /// When it is not a run's folder of this version.
-    pub fn open(path: &Path) -> Result<(RunFolder, Settings)> {
-        let folder = RunFolder { path: path.to_owned(), fresh: false };
-        let file = folder.run_file();
+    pub fn open(path: &Path) -> Result<(RunFolder, Settings, Option<u64>)> {
+        let file = path.join(RUN_FILE);
         let text = fs::read_to_string(&file).map_err(|source| {
             TrainError::Usage(format!("{}: {source}; --resume takes the folder of a run", file.display()))
         })?;
@@ -62,7 +73,11 @@ impl RunFolder {
                 run.version
             )));
         }
-        Ok((folder, run.settings))
+        run.settings
+            .check()
+            .map_err(|e| TrainError::Usage(format!("{}: {e}; the file was changed", file.display())))?;
+        let folder = RunFolder { path: path.to_owned(), fresh: false, _lock: lock(path)? };
+        Ok((folder, run.settings, run.steps))
     }
 
     /// From here on the folder stays, whatever happens.
@@ -76,7 +91,7 @@ impl RunFolder {
     }
 
     fn run_file(&self) -> PathBuf {
-        self.path.join("run.json")
+        self.path.join(RUN_FILE)
     }
 
     /// The model's configuration.
@@ -107,6 +122,11 @@ impl RunFolder {
     /// The trained weights.
     pub fn checkpoint(&self) -> PathBuf {
         self.path.join("checkpoint")
+    }
+
+    /// The optimizer's state, unless it was put elsewhere.
+    pub fn state(&self) -> PathBuf {
+        self.path.join("state")
     }
 
     /// What the report is drawn from, besides metrics and schedule.
@@ -160,6 +180,21 @@ impl Drop for RunFolder {
             // The run did not start: leave nothing half-written. The state folder, if it lies elsewhere, is the caller's.
             let _ = fs::remove_dir_all(&self.path);
         }
+    }
+}
+
+/// Claims the folder for this process; the claim ends with it.
+fn lock(path: &Path) -> Result<File> {
+    let folder = File::open(path).map_err(TrainError::io(path))?;
+    match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(folder),
+        Err(Errno::WOULDBLOCK) => Err(TrainError::Usage(format!(
+            "another process is running in {}: wait for it or stop it, or name another folder",
+            path.display()
+        ))),
+        // Some shared file systems have no locks: the optimizer's state is still guarded by what is written in it.
+        Err(Errno::NOTSUP | Errno::NOSYS) => Ok(folder),
+        Err(e) => Err(TrainError::io(path)(e.into())),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Flags of the trainer, and the settings a run is remembered by.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use lazy_solver::budgets::BudgetArgs;
@@ -147,8 +147,8 @@ pub struct Settings {
     pub accum: usize,
     /// Training text.
     pub text: Vec<PathBuf>,
-    /// Folder of the optimizer's state.
-    pub state_dir: PathBuf,
+    /// Folder of the optimizer's state; none: `state` in the run's folder, wherever that is moved.
+    pub state_dir: Option<PathBuf>,
     /// SHA-256 of the text.
     pub text_hash: String,
 }
@@ -166,7 +166,7 @@ impl Default for Settings {
             dropout: 0.0,
             accum: 1,
             text: Vec::new(),
-            state_dir: PathBuf::new(),
+            state_dir: None,
             text_hash: String::new(),
         }
     }
@@ -189,7 +189,8 @@ impl Settings {
             clip: args.clip.unwrap_or(d.clip),
             dropout: args.dropout.unwrap_or(d.dropout),
             accum: args.accum.unwrap_or(d.accum),
-            text: args.text.clone(),
+            text: absolute(&args.text),
+            state_dir: args.state_dir.as_deref().map(absolute_path),
             ..d
         };
         settings.check()?;
@@ -211,9 +212,12 @@ impl Settings {
             ("--clip", args.clip.is_some_and(|v| v != self.clip)),
             ("--dropout", args.dropout.is_some_and(|v| v != self.dropout)),
             ("--accum", args.accum.is_some_and(|v| v != self.accum)),
-            ("--text", !args.text.is_empty() && args.text != self.text),
+            ("--text", !args.text.is_empty() && absolute(&args.text) != self.text),
             ("--model", args.model.is_some()),
-            ("--state-dir", args.state_dir.as_ref().is_some_and(|d| *d != self.state_dir)),
+            (
+                "--state-dir",
+                args.state_dir.is_some() && args.state_dir.as_deref().map(absolute_path) != self.state_dir,
+            ),
         ];
         match changed.iter().find(|(_, changed)| *changed) {
             Some((flag, _)) => Err(TrainError::Usage(format!(
@@ -223,11 +227,18 @@ impl Settings {
         }
     }
 
-    fn check(&self) -> Result<()> {
+    /// Refuses values that make no sense, naming the flag.
+    ///
+    /// # Errors
+    /// For the first such value.
+    pub fn check(&self) -> Result<()> {
         let wrong = |flag: &str, want: &str| Err(TrainError::Usage(format!("{flag}: give {want}")));
         match self {
             s if s.batch == 0 || s.batch > 1 << 20 => wrong("--batch", "a number of rows from 1 to 1048576"),
             s if s.seq < 2 || s.seq > 1 << 20 => wrong("--seq", "a number of tokens from 2 to 1048576"),
+            s if s.batch * s.seq > 1 << 30 => {
+                wrong("--batch", "fewer rows, or --seq fewer tokens: a micro-batch has at most 2^30 tokens")
+            }
             s if s.accum == 0 || s.accum > 1 << 16 => {
                 wrong("--accum", "a number of micro-batches from 1 to 65536")
             }
@@ -264,6 +275,16 @@ impl Settings {
             _ => self.lr * (warmup / done).sqrt(),
         }
     }
+}
+
+/// As seen from anywhere, so that a run can be resumed from another folder.
+fn absolute(paths: &[PathBuf]) -> Vec<PathBuf> {
+    paths.iter().map(|path| absolute_path(path)).collect()
+}
+
+fn absolute_path(path: &Path) -> PathBuf {
+    // Fails for an empty path alone, which is refused where it is used.
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
 #[cfg(test)]

@@ -2,13 +2,11 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
 use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, Seconds, Span, StepProblem, Tier};
-use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput, StepOutcome};
+use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, OptimError, ParamSpec, StepInput, StepOutcome};
 use lazy_runtime::{Context, Executor, PassReport, Phase};
 use lazy_store::scratch::RunDir;
 use lazy_store::{LinkLimits, Store, StoreOptions};
@@ -21,12 +19,13 @@ use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
 use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
 use crate::model::TrainedModel;
-use crate::planning::{Chosen, adam_options, choose, problem};
+use crate::planning::{Chosen, adam_options, check_parameters, check_room, choose, problem};
 use crate::probe::{median, probe, spill_file, timestamp};
 use crate::random::initial_values;
 use crate::report::{self, LastStep};
 use crate::run_folder::{MetricsWriter, RunFolder};
 use crate::settings::{DeviceChoice, Settings, TrainArgs};
+use crate::stop;
 
 /// Steps of a run that is not told how many.
 const DEFAULT_STEPS: u64 = 120;
@@ -68,6 +67,8 @@ pub struct Summary {
     pub nvme_mode: String,
     /// SHA-256 over the bytes of all weights in the order of their names.
     pub weights_digest: String,
+    /// Somebody asked for the run to stop before its last step.
+    pub interrupted: bool,
     /// The run's folder.
     pub run: PathBuf,
 }
@@ -90,6 +91,8 @@ struct Prepared {
     adam: AdamOptions,
     resumed: Option<RunFolder>,
     out: PathBuf,
+    /// Steps in all.
+    steps: Option<u64>,
 }
 
 /// Trains as the flags say.
@@ -100,7 +103,7 @@ pub fn train(args: &TrainArgs) -> Result<Summary> {
     let console = Console::new(args.json);
     let prepared = prepare(args, &console)?;
     let spill_root = args.nvme_dir.clone().unwrap_or_else(|| beside(&prepared.out, "spill"));
-    let spill = RunDir::create(&spill_root)?;
+    let spill = spill_folder(&spill_root)?;
     if lazy_store::is_tmpfs(&spill_root)? {
         console.warn(&format!(
             "{} lies in memory (tmpfs): what is spilled there saves no RAM; name a folder on a drive with --nvme-dir",
@@ -122,6 +125,12 @@ pub fn train(args: &TrainArgs) -> Result<Summary> {
     Run::start(args, prepared, problem, chosen, spill, console)?.finish()
 }
 
+fn spill_folder(root: &Path) -> Result<RunDir> {
+    RunDir::create(root).map_err(|e| {
+        TrainError::Usage(format!("{e}; name a writable folder for spill files with --nvme-dir"))
+    })
+}
+
 /// `name` in the folder that holds `path`.
 fn beside(path: &Path, name: &str) -> PathBuf {
     path.parent().unwrap_or(Path::new("")).join(name)
@@ -133,24 +142,26 @@ fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
             "--device cuda: this version trains on the host device only; use --device host or auto".into(),
         ));
     }
-    let (resumed, mut settings, config) = match &args.resume {
+    let (resumed, mut settings, config, steps) = match &args.resume {
         Some(run) => {
-            let (folder, settings) = RunFolder::open(run)?;
+            let (folder, settings, steps) = RunFolder::open(run)?;
             settings.check_unchanged(args)?;
             let config = read(&folder.config())?;
-            (Some(folder), settings, config)
+            (Some(folder), settings, config, args.steps.or(steps))
         }
-        None => (None, Settings::of(args)?, model_config(args)?),
+        None => (None, Settings::of(args)?, model_config(args)?, args.steps),
     };
     let spec = ModelSpec::from_json(&config)?;
     for note in &spec.notes {
         console.note(note);
     }
+    check_parameters(&spec)?;
     if settings.text.is_empty() {
         settings.text = default_text()?;
     }
     let corpus = Corpus::load(&settings.text)?;
-    corpus.batch(settings.seed, 0, 0, settings.batch, settings.seq)?;
+    // One row tells whether the text is long enough.
+    corpus.batch(settings.seed, 0, 0, 1, settings.seq)?;
     let text_hash = corpus.hash();
     if resumed.is_some() && text_hash != settings.text_hash {
         return Err(TrainError::Usage(
@@ -163,7 +174,6 @@ fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     let out = args.resume.clone().or_else(|| args.out.clone()).unwrap_or_else(default_out);
     if resumed.is_none() {
         crate::run_folder::check_free(&out)?;
-        settings.state_dir = args.state_dir.clone().unwrap_or_else(|| out.join("state"));
     }
     let seed = settings.seed;
     let residual = residual_scale(spec.layers());
@@ -176,7 +186,8 @@ fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     })?;
     let adam = adam_options(decoder.spec().total_parameters());
     let model = TrainedModel::new(decoder, settings.shape(), settings.dropout);
-    Ok(Prepared { settings, config, corpus, model, adam, resumed, out })
+    check_room(&model, &settings, &adam, &args.budgets)?;
+    Ok(Prepared { settings, config, corpus, model, adam, resumed, out, steps })
 }
 
 /// Scale of the first weights of the two projections that add to the residual stream: one over the root of their number, so that
@@ -253,7 +264,7 @@ pub fn probe_only(args: &TrainArgs) -> Result<HardwareProfile> {
     let console = Console::new(args.json);
     let prepared = prepare(args, &console)?;
     let root = args.nvme_dir.clone().unwrap_or_else(|| beside(&prepared.out, "spill"));
-    let spill = RunDir::create(&root)?;
+    let spill = spill_folder(&root)?;
     probe(&prepared.model, prepared.settings.shape(), spill.path(), LinkLimits::default(), &prepared.adam)
 }
 
@@ -273,8 +284,12 @@ struct Run<'a> {
     metrics: Vec<StepMetrics>,
     /// First step of this process.
     first: u64,
+    /// Steps in all.
+    steps: u64,
+    /// The step after the last one done.
+    next: u64,
     last: Option<LastStep>,
-    interrupted: Arc<AtomicBool>,
+    interrupted: bool,
     // Dropped last: the store's spill file lies in it.
     _spill: RunDir,
 }
@@ -288,23 +303,20 @@ impl<'a> Run<'a> {
         spill: RunDir,
         console: Console,
     ) -> Result<Run<'a>> {
-        let Prepared { settings, config, corpus, model, adam, resumed, out } = prepared;
+        stop::check()?;
+        let Prepared { settings, config, corpus, model, adam, resumed, out, steps } = prepared;
         let new = resumed.is_none();
         let mut folder = match resumed {
             Some(folder) => folder,
-            None => RunFolder::create(&out, &settings, &config)?,
+            None => RunFolder::create(&out, &settings, steps, &config)?,
         };
         let store = open_store(&chosen, &spill)?;
         let executor = Executor::new(store, model.prologue(), model.layers(), model.epilogue());
-        let (optimizer, cursor) = open_state(&settings, &model, &adam, new, &chosen.schedule)?;
+        let (optimizer, cursor) = open_state(&settings, &folder, &model, &adam, new, &chosen.schedule)?;
         folder.started();
         let schedule = chosen.schedule.to_json()?;
         crate::run_folder::write_file(&folder.schedule(), schedule.as_bytes())?;
         let metrics = folder.read_metrics(cursor.next_step)?;
-        let interrupted = Arc::new(AtomicBool::new(false));
-        let flag = Arc::clone(&interrupted);
-        // A second run in one process (a test) keeps the first handler; its own flag then never rises.
-        let _ = ctrlc::set_handler(move || flag.store(true, Ordering::SeqCst));
         let first = cursor.next_step;
         Ok(Run {
             args,
@@ -319,26 +331,30 @@ impl<'a> Run<'a> {
             console,
             metrics,
             first,
+            steps: steps.unwrap_or(DEFAULT_STEPS.max(first)),
+            next: first,
             last: None,
-            interrupted,
+            interrupted: false,
             _spill: spill,
         })
     }
 
     /// The remaining steps, then everything that is written at the end.
     fn finish(mut self) -> Result<Summary> {
-        let steps = self.args.steps.unwrap_or(DEFAULT_STEPS.max(self.first));
+        let steps = self.steps;
         let mut writer = self.folder.metrics_writer(&self.metrics)?;
         let mut trace = TraceWriter::new(self.folder.trace_writer()?, "train-lm")
             .map_err(TrainError::io(&self.folder.trace()))?;
         let began = Instant::now();
         self.console.begin(self.first, steps);
         for step in self.first..steps {
-            if self.interrupted.load(Ordering::SeqCst) {
-                self.console.note("interrupted: the last step is committed");
+            if stop::asked() {
+                self.interrupted = true;
+                self.console.note("interrupted: the last step is committed, --resume continues the run");
                 break;
             }
             self.step(step, began, &mut writer, &mut trace)?;
+            self.next = step + 1;
         }
         self.console.end();
         trace.finish().and_then(|mut w| w.flush()).map_err(TrainError::io(&self.folder.trace()))?;
@@ -379,12 +395,13 @@ impl<'a> Run<'a> {
 
         let spans: Vec<&Span> = passes.iter().flat_map(|p| &p.timeline.spans).chain(&outcome.spans).collect();
         let metrics = self.measure(step, loss, total, zero_grad, &passes, &outcome, &spans);
+        // First of what is written: the step is committed, so this line belongs to the run.
+        writer.write(&metrics)?;
         if step - self.first < self.args.trace_steps {
             let offset = Seconds(origin.duration_since(began).as_secs_f64());
             let owned: Vec<Span> = spans.into_iter().cloned().collect();
             trace.step(step, offset, &owned).map_err(TrainError::io(&self.folder.trace()))?;
         }
-        writer.write(&metrics)?;
         self.console.step(&metrics, &self.chosen.budgets);
         if let Some(warning) = &outcome.warning {
             self.console.warn(warning);
@@ -490,7 +507,7 @@ impl<'a> Run<'a> {
         let last_20: Vec<f64> = self.metrics.iter().rev().take(20).map(|m| f64::from(m.loss)).collect();
         let store = self.executor.store();
         Ok(Summary {
-            steps: self.metrics.last().map_or(self.first, |m| m.step + 1),
+            steps: self.next,
             loss_first: self.metrics.first().map(|m| m.loss),
             loss_last: self.metrics.last().map(|m| m.loss),
             loss_last_20: (!last_20.is_empty()).then(|| last_20.iter().sum::<f64>() / last_20.len() as f64),
@@ -505,6 +522,7 @@ impl<'a> Run<'a> {
             counts: self.chosen.schedule.counts(),
             nvme_mode: store.nvme_mode().map_or_else(|| "none".into(), ToString::to_string),
             weights_digest: digest(&self.model.decoder)?,
+            interrupted: self.interrupted,
             run: self.folder.path().to_owned(),
         })
     }
@@ -535,6 +553,7 @@ fn open_store(chosen: &Chosen, spill: &RunDir) -> Result<Store> {
 /// Opens or makes the optimizer's state; on opening, the weights are rebuilt from it.
 fn open_state(
     settings: &Settings,
+    folder: &RunFolder,
     model: &TrainedModel,
     adam: &AdamOptions,
     new: bool,
@@ -546,21 +565,42 @@ fn open_state(
         .iter()
         .map(|(name, v)| ParamSpec::new(name.as_str(), v.dims()).in_group(usize::from(v.rank() < 2)))
         .collect();
-    let dir = &settings.state_dir;
+    let dir = &settings.state_dir.clone().unwrap_or_else(|| folder.state());
     if new {
+        let absent = !dir.exists();
         let mut failed = None;
-        let optimizer = NvmeAdam::create(dir, &specs, adam, |parameter, first, values| {
+        let created = NvmeAdam::create(dir, &specs, adam, |parameter, first, values| {
             let copied = decoder.read_parameter(parameter, |all| {
                 values.copy_from_slice(&all[first..first + values.len()]);
             });
             if let Err(error) = copied {
                 failed.get_or_insert(error);
             }
+        });
+        if created.is_err() && absent {
+            // Only what this run made, and only if nothing is in it.
+            let _ = std::fs::remove_dir(dir);
+        }
+        let optimizer = created.map_err(|e| match e {
+            OptimError::Store(e) => TrainError::Usage(format!(
+                "optimizer state: {e}; name a writable folder for it with --state-dir, or another run folder with --out"
+            )),
+            e => e.into(),
         })?;
         let cursor = Cursor { next_step: 0, seed: settings.seed, shape_hash: schedule.shape_hash.clone() };
         return failed.map_or(Ok((optimizer, cursor)), |error| Err(error.into()));
     }
-    let mut optimizer = NvmeAdam::open(dir, &specs, adam)?;
+    let mut optimizer = match NvmeAdam::open(dir, &specs, adam) {
+        Err(OptimError::NoStore { .. } | OptimError::Incomplete { .. }) if !folder.metrics().exists() => {
+            return Err(TrainError::Usage(format!(
+                "{} was stopped before its first state was written, so there is nothing to continue: remove it{}, and start \
+                 the run again",
+                folder.path().display(),
+                settings.state_dir.as_ref().map(|d| format!(" and {}", d.display())).unwrap_or_default()
+            )));
+        }
+        opened => opened?,
+    };
     let mut failed = None;
     optimizer.read_weights(&mut |parameter, first, values| {
         if let Err(error) = decoder.write_parameter(parameter, first, values) {

@@ -170,6 +170,99 @@ fn a_resumed_run_continues_bit_for_bit() {
 }
 
 #[test]
+fn a_resumed_run_goes_on_to_the_number_of_steps_it_was_told() {
+    let place = Place::new();
+    run(&TrainArgs { steps: Some(3), ..place.args("run") });
+    // As if it had been told more and was stopped after three.
+    let file = place.path("run/run.json");
+    let told = fs::read_to_string(&file).unwrap().replace("\"steps\": 3", "\"steps\": 5");
+    fs::write(&file, told).unwrap();
+    let moved = place.path("moved");
+    fs::rename(place.path("run"), &moved).unwrap();
+    // The loss of a step need not be a number; a line torn by a kill is dropped and its step done again only if not committed.
+    let metrics = fs::read_to_string(moved.join("metrics.jsonl")).unwrap();
+    let mut lines: Vec<Value> = metrics.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    lines[1]["loss"] = Value::Null;
+    let text: String = lines.iter().map(|l| format!("{l}\n")).collect();
+    fs::write(moved.join("metrics.jsonl"), text + "{\"step\": 3, \"lo").unwrap();
+    let resume = TrainArgs {
+        steps: None,
+        plan: "auto".into(),
+        resume: Some(moved.clone()),
+        json: true,
+        ..TrainArgs::default()
+    };
+    let resumed = run(&resume);
+    assert_eq!(resumed.steps, 5);
+    let straight = run(&TrainArgs { steps: Some(5), ..place.args("straight") });
+    assert_eq!(resumed.weights_digest, straight.weights_digest);
+    let steps: Vec<u64> =
+        self::lines(&moved.join("metrics.jsonl")).iter().map(|m| m["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [0, 1, 2, 3, 4]);
+    // Nothing to do, and it says how far the run is.
+    assert_eq!(run(&TrainArgs { steps: Some(2), ..resume.clone() }).steps, 5);
+
+    let told = fs::read_to_string(moved.join("run.json")).unwrap();
+    fs::write(moved.join("run.json"), told.replace("\"accum\": 1", "\"accum\": 0")).unwrap();
+    let message = refusal(&resume);
+    assert!(message.contains("run.json") && message.contains("--accum"), "{message}");
+    fs::write(moved.join("run.json"), told).unwrap();
+
+    fs::remove_dir_all(moved.join("state")).unwrap();
+    fs::remove_file(moved.join("metrics.jsonl")).unwrap();
+    let message = refusal(&resume);
+    assert!(message.contains("nothing to continue"), "{message}");
+}
+
+#[test]
+fn a_folder_has_one_run_at_a_time() {
+    let place = Place::new();
+    run(&place.args("run"));
+    let held = fs::File::open(place.path("run")).unwrap();
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let resume = TrainArgs { plan: "auto".into(), resume: Some(place.path("run")), ..TrainArgs::default() };
+    let message = refusal(&resume);
+    assert!(message.contains("another process is running"), "{message}");
+    fs::create_dir(place.path("empty")).unwrap();
+    let held = fs::File::open(place.path("empty")).unwrap();
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let message = refusal(&place.args("empty"));
+    assert!(message.contains("another process is running"), "{message}");
+    assert!(place.path("empty").exists(), "it is the other's");
+}
+
+#[test]
+fn the_caps_that_messages_name_work() {
+    let place = Place::new();
+    let mut args = TrainArgs { steps: Some(0), ..place.args("run") };
+    args.budgets.hbm_mib = Some(0.0);
+    let mut messages = Vec::new();
+    for round in 0..8 {
+        args.out = Some(place.path(&format!("run {round}")));
+        match train(&args) {
+            Ok(summary) => {
+                assert!(summary.hbm_peak_bytes <= summary.hbm_budget_bytes);
+                return;
+            }
+            Err(error) => messages.push(error.to_string()),
+        }
+        let last = messages.last().unwrap();
+        let before = args.budgets.hbm_mib.unwrap();
+        let named = match last.split_once("above ").or_else(|| last.split_once("to at least ")) {
+            Some((_, after)) => after.split_once(" MiB").unwrap().0.parse::<f64>().unwrap(),
+            None => {
+                assert!(last.contains("raise --hbm-mib"), "{last}");
+                // One boundary more.
+                before + f64::from(2 * 32 * 48 * 4) / f64::from(1 << 20)
+            }
+        };
+        assert!(named > before, "the next message asks for more: {messages:#?}");
+        args.budgets.hbm_mib = Some(named);
+    }
+    panic!("no cap worked: {messages:#?}");
+}
+
+#[test]
 fn it_learns_more_than_byte_frequencies() {
     let place = Place::new();
     let args =
@@ -190,6 +283,13 @@ fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
     fs::write(place.path("bad.json"), "{ \"model_type\": \"qwen3\", ").unwrap();
     fs::write(place.path("gpt.json"), CONFIG.replace("\"qwen3\"", "\"gpt2\"")).unwrap();
     fs::write(place.path("hole.json"), CONFIG.replace("\"hidden_size\": 48, ", "")).unwrap();
+    fs::write(
+        place.path("vast.json"),
+        CONFIG
+            .replace("\"intermediate_size\": 96", "\"intermediate_size\": 1048576")
+            .replace("\"hidden_size\": 48", "\"hidden_size\": 65536"),
+    )
+    .unwrap();
     fs::write(place.path("empty.txt"), "").unwrap();
     fs::write(place.path("not-a-schedule.json"), "[]").unwrap();
     fs::create_dir(place.path("full")).unwrap();
@@ -215,6 +315,10 @@ fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
         (budget(|a| a.budgets.hbm_mib = Some(1.0)), "hbm cap is 1.00 MiB"),
         (budget(|a| a.budgets.host_mib = Some(0.0)), "host cap is 0 B"),
         (budget(|a| a.budgets.hbm_gib = Some(f64::NAN)), "--hbm-gib"),
+        (TrainArgs { batch: Some(1 << 20), ..base.clone() }, "smaller"),
+        (TrainArgs { batch: Some(1 << 20), seq: Some(1 << 20), ..base.clone() }, "at most 2^30 tokens"),
+        (model("vast.json"), "take a smaller model"),
+        (TrainArgs { state_dir: Some(place.path("text.txt")), ..base.clone() }, "--state-dir"),
         (TrainArgs { out: Some(place.path("full")), ..base.clone() }, "is not empty"),
         (TrainArgs { nvme_dir: Some(place.path("text.txt")), ..base.clone() }, "text.txt"),
         (

@@ -1,0 +1,100 @@
+//! The `train-lm` program, started and stopped as a user does it.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const CONFIG: &str = r#"{
+  "model_type": "qwen3", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+  "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+  "tie_word_embeddings": true
+}"#;
+
+fn place() -> tempfile::TempDir {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+    fs::write(dir.path().join("text.txt"), "to be or not to be, that is the question. ".repeat(50)).unwrap();
+    dir
+}
+
+fn program(dir: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_train-lm"));
+    command.current_dir(dir).args(["train", "--json"]).args(args);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    command
+}
+
+fn new_run<'a>(out: &'a str, steps: &'a str) -> Vec<&'a str> {
+    let fixed =
+        ["--model", "config.json", "--text", "text.txt", "--batch", "2", "--seq", "16", "--dropout", "0.1"];
+    [&fixed[..], &["--out", out, "--steps", steps]].concat()
+}
+
+fn summary(command: &mut Command, status: i32) -> Value {
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(status));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn lines(path: &Path) -> usize {
+    fs::read_to_string(path).map_or(0, |text| text.lines().count())
+}
+
+fn signal(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).unwrap();
+}
+
+#[test]
+fn a_run_that_is_asked_to_stop_commits_cleans_up_and_continues_bit_for_bit() {
+    for (number, out, status) in [(Signal::INT, "int", 130), (Signal::TERM, "term", 143)] {
+        let dir = place();
+        let child = program(dir.path(), &new_run(out, "1000000")).spawn().unwrap();
+        while lines(&dir.path().join(out).join("metrics.jsonl")) < 2 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        signal(&child, number);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(status));
+        let stopped: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(stopped["interrupted"], true);
+        assert_eq!(fs::read_dir(dir.path().join("spill")).unwrap().count(), 0);
+
+        let steps = (stopped["steps"].as_u64().unwrap() + 2).to_string();
+        let resumed = summary(&mut program(dir.path(), &["--resume", out, "--steps", &steps]), 0);
+        let straight = summary(&mut program(dir.path(), &new_run("straight", &steps)), 0);
+        assert_eq!(resumed["weights_digest"], straight["weights_digest"]);
+        assert_eq!(resumed["interrupted"], false);
+    }
+}
+
+#[test]
+fn stopping_before_the_first_step_leaves_nothing() {
+    let dir = place();
+    // Large enough to be measured for a while.
+    let mut args = new_run("run", "5");
+    args[5] = "64";
+    args[7] = "512";
+    let child = program(dir.path(), &args).spawn().unwrap();
+    while fs::read_dir(dir.path().join("spill")).map_or(0, Iterator::count) == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    signal(&child, Signal::INT);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    assert_eq!(fs::read_dir(dir.path().join("spill")).unwrap().count(), 0);
+}
+
+#[test]
+fn readers_that_have_gone_do_not_end_a_run() {
+    let dir = place();
+    let mut child = program(dir.path(), &new_run("run", "2")).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stderr.take());
+    drop(child.stdout.take());
+    assert!(child.wait().unwrap().success());
+    assert_eq!(lines(&dir.path().join("run/metrics.jsonl")), 2);
+}
