@@ -378,7 +378,8 @@ fn power_of_ten(exponent: i32) -> BigInt {
     if exponent <= 0 { BigInt::one() } else { BigInt::from(10).pow(exponent.unsigned_abs()) }
 }
 
-fn exact(x: f64) -> BigRational {
+/// `x` as the decimal it prints as. Finite and not negative, or a wrong number comes out.
+pub(crate) fn exact(x: f64) -> BigRational {
     let one = Decimals::new(&[x]);
     BigRational::new(one.values.into_iter().sum(), one.denominator)
 }

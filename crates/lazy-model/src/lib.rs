@@ -9,6 +9,7 @@
 //! | [`ModelSpec`] | a Hugging Face `config.json`, read strictly: parameters, sizes and work follow from it |
 //! | [`HardwareProfile`] | what a machine moves and computes, each value measured or assumed |
 //! | [`CostChain`] | the placement problem as data; [`evaluate()`] judges a placement in exact arithmetic |
+//! | [`ReferenceSettings`] | the published planning command's parameters, from which a chain follows |
 //! | [`Schedule`] | a decision for every boundary and layer, with what was promised |
 //! | [`StepPlan`] | the operations that carry a schedule out, with offsets and waits |
 //! | [`timeline::simulate`] | what those operations take on given costs, and which link arithmetic waits for |
@@ -54,8 +55,10 @@ pub mod hardware;
 mod json;
 pub mod layers;
 mod layout;
+mod load;
 pub mod perfetto;
 pub mod problem;
+pub mod reference;
 pub mod report;
 pub mod schedule;
 pub mod span;
@@ -69,7 +72,9 @@ pub use error::Error;
 pub use evaluate::{Evaluation, ExposedMs, Pool, Violation, evaluate};
 pub use hardware::{HardwareProfile, Links, Marked, Source, StepTimes, Tiers};
 pub use layers::{Parameter, SavedTensor, Workload};
+pub use load::LinkLoad;
 pub use problem::{StepProblem, Verified, VerifyError};
+pub use reference::ReferenceSettings;
 pub use report::RunReport;
 pub use schedule::{Counts, Schedule};
 pub use span::{Lane, Span};

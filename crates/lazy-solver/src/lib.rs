@@ -30,6 +30,7 @@
 //! An infeasible chain, a time limit that came too early and a solver that gave up are results, told apart by [`Status`];
 //! [`explain()`] says which single change makes an infeasible chain feasible. `docs/model.md` derives the program.
 
+mod baselines;
 #[cfg(feature = "cli")]
 pub mod budgets;
 mod cbc;
@@ -40,6 +41,7 @@ mod problem;
 mod solve;
 pub mod step;
 
+pub use baselines::{Baseline, StepBaseline, baselines, step_baselines};
 pub use error::SolverError;
 pub use explain::{Remedy, explain};
 pub use solve::{Method, Solution, SolveOptions, Status, solve};
