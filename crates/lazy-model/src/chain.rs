@@ -157,6 +157,10 @@ pub struct CostChain {
     /// Keep extension: whether internals may go to host RAM.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub internals_offload: Option<bool>,
+    /// Keep extension: whether a layer that is re-run for its output, because boundary `l + 1` is recomputed, may save its internals
+    /// in that run instead of running a third time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub retain_internals: Option<bool>,
 }
 
 impl CostChain {
@@ -232,7 +236,35 @@ impl CostChain {
             check_bytes(key, values)?;
         }
         self.validate_scalars()?;
+        if self.hbm_cap_bytes.is_some() {
+            self.validate_keep()?;
+        }
         self.locks.as_ref().map_or(Ok(()), |locks| check_locks(locks, n))
+    }
+
+    /// What a chain that asks for the keep model must bring along.
+    fn validate_keep(&self) -> Result<(), ChainError> {
+        for (key, present) in [
+            ("layer_internal_bytes", self.layer_internal_bytes.is_some()),
+            ("layer_forward_workspace_bytes", self.layer_forward_workspace_bytes.is_some()),
+            ("layer_backward_workspace_bytes", self.layer_backward_workspace_bytes.is_some()),
+            ("loss_workspace_bytes", self.loss_workspace_bytes.is_some()),
+            ("hbm_fixed_bytes", self.hbm_fixed_bytes.is_some()),
+            ("transfer_slack_bytes", self.transfer_slack_bytes.is_some()),
+        ] {
+            if !present {
+                return Err(ChainError::Missing(key));
+            }
+        }
+        for (key, got, want) in [
+            ("d2h_first_window_offset", self.d2h_first_window_offset, 0),
+            ("h2d_first_window_offset", self.h2d_first_window_offset, 1),
+        ] {
+            if got != want {
+                return Err(invalid(key, format!("{got}; beside `hbm_cap_bytes` it must be {want}")));
+            }
+        }
+        Ok(())
     }
 
     fn validate_scalars(&self) -> Result<(), ChainError> {
@@ -529,6 +561,7 @@ impl TryFrom<Map<String, Value>> for CostChain {
             transfer_slack_bytes: r.optional("transfer_slack_bytes", bytes)?,
             layer_backward_window_ms: r.optional("layer_backward_window_ms", numbers)?,
             internals_offload: r.optional("internals_offload", flag)?,
+            retain_internals: r.optional("retain_internals", flag)?,
         };
         if let Some((key, _)) = r.0.into_iter().next() {
             return Err(ChainError::Unknown(key));

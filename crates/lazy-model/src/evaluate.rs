@@ -12,9 +12,10 @@ use num_traits::{One, Signed, ToPrimitive, Zero};
 use serde::Serialize;
 
 use crate::chain::{ChainError, CostChain};
+use crate::keep::{HbmPeak, Keep, Position};
 use crate::schedule::Counts;
 use crate::step::TierBytes;
-use crate::units::{BoundaryIndex, Bytes, Placement, Tier};
+use crate::units::{BoundaryIndex, Bytes, LayerIndex, Placement, Tier};
 
 /// The four kinds of transfer, each with its own rate and windows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -33,6 +34,15 @@ pub enum Pool {
 impl Pool {
     /// All pools.
     pub const ALL: [Pool; 4] = [Pool::D2h, Pool::H2d, Pool::NvmeWrite, Pool::NvmeRead];
+
+    /// Whether a boundary placed so passes through this pool: one on NVMe passes through all four.
+    pub(crate) const fn carries(self, placement: Placement) -> bool {
+        match placement {
+            Placement::Nvme => true,
+            Placement::Host => matches!(self, Pool::D2h | Pool::H2d),
+            Placement::Hbm | Placement::Recompute => false,
+        }
+    }
 
     /// The name used in JSON and messages.
     pub const fn name(self) -> &'static str {
@@ -64,7 +74,7 @@ impl ExposedMs {
         self.d2h + self.h2d + self.nvme_write + self.nvme_read
     }
 
-    fn of(&mut self, pool: Pool) -> &mut f64 {
+    pub(crate) fn of(&mut self, pool: Pool) -> &mut f64 {
         match pool {
             Pool::D2h => &mut self.d2h,
             Pool::H2d => &mut self.h2d,
@@ -81,20 +91,25 @@ pub struct Evaluation {
     pub objective: BigRational,
     /// The objective, rounded to the nearest double.
     pub objective_ms: f64,
-    /// Time of the extra forwards (ms).
+    /// Time of the extra forwards that recomputed boundaries cost (ms).
     pub recompute_ms: f64,
+    /// Time of the forwards that only bring back internals (ms). Counted in the keep model alone: elsewhere every layer pays it, and 0
+    /// stands here.
+    pub base_recompute_ms: f64,
     /// Time that transfers stick out of their windows (ms).
     pub exposed_ms: ExposedMs,
     /// Boundaries by placement.
     pub counts: Counts,
-    /// Bytes by tier.
+    /// Bytes of boundaries by tier; in the keep model host RAM holds internals too.
     pub bytes: TierBytes,
+    /// The worst moment of HBM. Keep model only.
+    pub hbm_peak: Option<HbmPeak>,
 }
 
 impl Evaluation {
     /// Time added to a step (ms): recompute and exposed, without the weights.
     pub fn step_ms(&self) -> f64 {
-        self.recompute_ms + self.exposed_ms.total()
+        self.base_recompute_ms + self.recompute_ms + self.exposed_ms.total()
     }
 }
 
@@ -106,8 +121,15 @@ pub enum Violation {
     #[error(transparent)]
     Chain(#[from] ChainError),
     /// The chain asks for the keep model.
-    #[error("the chain sets `hbm_cap_bytes`: placing layer internals is not supported yet; remove the key")]
+    #[error(
+        "the chain sets `hbm_cap_bytes`, so a plan says which layers keep their internals: judge it with `evaluate_keep`"
+    )]
     KeepModel,
+    /// The chain does not ask for the keep model.
+    #[error(
+        "the chain does not set `hbm_cap_bytes`, so no layer keeps its internals: judge the plan with `evaluate`"
+    )]
+    NoKeepModel,
     /// Not one placement a boundary.
     #[error("the placement has {got} boundaries, the chain has {want}")]
     Length {
@@ -157,6 +179,47 @@ pub enum Violation {
         /// Bytes allowed.
         budget: Bytes,
     },
+    /// Not one entry a layer.
+    #[error("the plan says of {got} layers whether they keep their internals, the chain has {want}")]
+    KeepLength {
+        /// Entries given.
+        got: usize,
+        /// Layers of the chain, N.
+        want: usize,
+    },
+    /// The last boundary belongs to the loss.
+    #[error("boundary {boundary} is {placement}, but the loss needs the last boundary in hbm")]
+    LastMoved {
+        /// The last boundary, N.
+        boundary: BoundaryIndex,
+        /// What the placement does with it.
+        placement: Placement,
+    },
+    /// A layer's internals are where the chain does not allow them.
+    #[error("the internals of layer {layer} are {keep}, which {rule} forbids")]
+    Keep {
+        /// The layer.
+        layer: LayerIndex,
+        /// What the plan does with its internals.
+        keep: Keep,
+        /// The key, or the rule, that forbids it.
+        rule: &'static str,
+    },
+    /// HBM holds more than the cap at some moment of the step.
+    #[error(
+        "HBM at {at} holds {} bytes beside the {} fixed ones, and `hbm_cap_bytes` is {}",
+        needed.get(), fixed.get(), cap.get()
+    )]
+    Hbm {
+        /// The worst moment.
+        at: Position,
+        /// Bytes held then, rounded up to a whole byte.
+        needed: Bytes,
+        /// `hbm_fixed_bytes`.
+        fixed: Bytes,
+        /// `hbm_cap_bytes`.
+        cap: Bytes,
+    },
     /// A link without bandwidth has traffic.
     #[error("{} has a rate of zero and traffic to carry", pool.name())]
     ZeroRate {
@@ -187,17 +250,30 @@ pub fn evaluate(chain: &CostChain, placement: &[Placement]) -> Result<Evaluation
     let mut objective = recompute.clone();
     let mut exposed_ms = ExposedMs::default();
     for pool in Pool::ALL {
-        let exposed = exposed(chain, placement, pool)?;
-        *exposed_ms.of(pool) = nearest(&exposed);
-        objective += exposed;
+        let queue = play(chain, pool, &chain.layer_window_ms, &arriving(chain, placement, pool))?;
+        *exposed_ms.of(pool) = nearest(&queue.exposed_ms);
+        objective += queue.exposed_ms;
     }
-    objective += exact(chain.nvme_tiebreak) * BigInt::from(counts.nvme);
-    objective += exact(chain.checkpoint_penalty) * BigInt::from(counts.checkpoints());
-    let objective_ms = nearest(&objective);
-    Ok(Evaluation { objective, objective_ms, recompute_ms: nearest(&recompute), exposed_ms, counts, bytes })
+    objective += weights(chain, &counts);
+    Ok(Evaluation {
+        objective_ms: nearest(&objective),
+        objective,
+        recompute_ms: nearest(&recompute),
+        base_recompute_ms: 0.0,
+        exposed_ms,
+        counts,
+        bytes,
+        hbm_peak: None,
+    })
 }
 
-fn check_locks(chain: &CostChain, placement: &[Placement]) -> Result<(), Violation> {
+/// The two weights of the objective (ms).
+pub(crate) fn weights(chain: &CostChain, counts: &Counts) -> BigRational {
+    exact(chain.nvme_tiebreak) * BigInt::from(counts.nvme)
+        + exact(chain.checkpoint_penalty) * BigInt::from(counts.checkpoints())
+}
+
+pub(crate) fn check_locks(chain: &CostChain, placement: &[Placement]) -> Result<(), Violation> {
     let n = chain.layers;
     let locks = chain.locks.clone().unwrap_or_default();
     let path = locks.edges.as_ref().map(|edges| locked_path(chain, edges)).transpose()?;
@@ -242,7 +318,7 @@ fn locked_path(chain: &CostChain, edges: &[(BoundaryIndex, BoundaryIndex)]) -> R
     Ok(on_path)
 }
 
-fn check_blocks(chain: &CostChain, saved: &[usize]) -> Result<(), Violation> {
+pub(crate) fn check_blocks(chain: &CostChain, saved: &[usize]) -> Result<(), Violation> {
     let limit = chain.max_segment_layers;
     match saved.windows(2).find(|pair| pair[1] - pair[0] > limit) {
         Some(pair) => {
@@ -252,7 +328,7 @@ fn check_blocks(chain: &CostChain, saved: &[usize]) -> Result<(), Violation> {
     }
 }
 
-fn tally(chain: &CostChain, placement: &[Placement]) -> (Counts, TierBytes) {
+pub(crate) fn tally(chain: &CostChain, placement: &[Placement]) -> (Counts, TierBytes) {
     let mut counts = Counts::default();
     let mut bytes = TierBytes::default();
     for (p, &size) in placement.iter().zip(&chain.boundary_bytes) {
@@ -271,7 +347,7 @@ fn tally(chain: &CostChain, placement: &[Placement]) -> (Counts, TierBytes) {
     (counts, bytes)
 }
 
-fn check_budgets(chain: &CostChain, bytes: TierBytes) -> Result<(), Violation> {
+pub(crate) fn check_budgets(chain: &CostChain, bytes: TierBytes) -> Result<(), Violation> {
     for (tier, needed, budget) in [
         (Tier::Hbm, bytes.hbm, chain.gpu_budget_bytes),
         (Tier::Host, bytes.host, chain.cpu_budget_bytes),
@@ -285,7 +361,7 @@ fn check_budgets(chain: &CostChain, bytes: TierBytes) -> Result<(), Violation> {
 }
 
 /// The layers below each dropped boundary run once more; the last layer of a block does not.
-fn recompute_ms(chain: &CostChain, saved: &[usize]) -> BigRational {
+pub(crate) fn recompute_ms(chain: &CostChain, saved: &[usize]) -> BigRational {
     let times = Decimals::new(&chain.layer_recompute_ms);
     let mut sum = BigInt::zero();
     for pair in saved.windows(2) {
@@ -294,37 +370,57 @@ fn recompute_ms(chain: &CostChain, saved: &[usize]) -> BigRational {
     BigRational::new(sum, times.denominator)
 }
 
-/// Exposed time of one pool (ms), by playing its queue window by window. Bytes are counted in units of 1 / `unit`.
-fn exposed(chain: &CostChain, placement: &[Placement], pool: Pool) -> Result<BigRational, Violation> {
-    let n = chain.layers;
-    let pcie = matches!(pool, Pool::D2h | Pool::H2d);
-    let (scale, fraction) = if pcie {
-        (chain.pcie_window_scale, chain.pcie_capacity_fraction)
-    } else {
-        (chain.nvme_window_scale, chain.nvme_capacity_fraction)
+/// Bytes of boundaries that enter a pool's queue at each window, `0..=N`.
+fn arriving(chain: &CostChain, placement: &[Placement], pool: Pool) -> Vec<u64> {
+    let offset = match pool {
+        Pool::D2h | Pool::NvmeWrite => chain.d2h_first_window_offset,
+        Pool::H2d | Pool::NvmeRead => chain.h2d_first_window_offset,
     };
-    let (rate, offset, mandatory) = match pool {
-        Pool::D2h => (chain.d2h_bytes_per_s, chain.d2h_first_window_offset, Some(&chain.grad_d2h_bytes)),
-        Pool::H2d => (chain.h2d_bytes_per_s, chain.h2d_first_window_offset, Some(&chain.param_h2d_bytes)),
-        Pool::NvmeWrite => (chain.nvme_write_bytes_per_s, chain.d2h_first_window_offset, None),
-        Pool::NvmeRead => (chain.nvme_read_bytes_per_s, chain.h2d_first_window_offset, None),
+    let mut arriving = vec![0; chain.layers + 1];
+    for i in (0..placement.len()).filter(|&i| pool.carries(placement[i])) {
+        arriving[i.saturating_add(offset).min(chain.layers)] += chain.boundary_bytes[i].get();
+    }
+    arriving
+}
+
+/// What one pool's queue did.
+pub(crate) struct Queue {
+    /// Waiting before each window drains, `0..N`, in units of 1 / `unit` byte.
+    pub(crate) held: Vec<BigInt>,
+    /// A power of ten.
+    pub(crate) unit: BigInt,
+    /// Bytes beyond every window, and mandatory ones above a window's capacity, as time.
+    pub(crate) exposed_ms: BigRational,
+}
+
+/// Plays the queue of one pool window by window. `arriving[w]` bytes enter at window `w`; those of window N find no room.
+pub(crate) fn play(
+    chain: &CostChain,
+    pool: Pool,
+    windows: &[f64],
+    arriving: &[u64],
+) -> Result<Queue, Violation> {
+    let (scale, fraction) = match pool {
+        Pool::D2h | Pool::H2d => (chain.pcie_window_scale, chain.pcie_capacity_fraction),
+        Pool::NvmeWrite | Pool::NvmeRead => (chain.nvme_window_scale, chain.nvme_capacity_fraction),
+    };
+    let (rate, mandatory) = match pool {
+        Pool::D2h => (chain.d2h_bytes_per_s, Some(&chain.grad_d2h_bytes)),
+        Pool::H2d => (chain.h2d_bytes_per_s, Some(&chain.param_h2d_bytes)),
+        Pool::NvmeWrite => (chain.nvme_write_bytes_per_s, None),
+        Pool::NvmeRead => (chain.nvme_read_bytes_per_s, None),
     };
     // Integers over powers of ten throughout: reducing fractions at every step would cost more than everything else.
     let factors = Decimals::new(&[rate.get(), scale, fraction]);
-    let windows = Decimals::new(&chain.layer_window_ms);
+    let windows = Decimals::new(windows);
     let capacity_a_ms: BigInt = factors.values.iter().product();
     let unit = factors.denominator.pow(3) * 1000 * &windows.denominator;
 
-    let mut arriving = vec![0u64; n + 1];
-    for (i, p) in placement.iter().enumerate() {
-        if *p == Placement::Nvme || (pcie && *p == Placement::Host) {
-            arriving[i.saturating_add(offset).min(n)] += chain.boundary_bytes[i].get();
-        }
-    }
+    let mut held = Vec::with_capacity(windows.values.len());
     let mut queue = BigInt::zero();
     let mut exposed = BigInt::zero();
-    for w in 0..n {
-        let mut room = &capacity_a_ms * &windows.values[w];
+    for (w, window) in windows.values.iter().enumerate() {
+        let mut room = &capacity_a_ms * window;
         if let Some(mandatory) = mandatory {
             room -= &unit * mandatory[w].get();
         }
@@ -333,27 +429,29 @@ fn exposed(chain: &CostChain, placement: &[Placement], pool: Pool) -> Result<Big
             room = BigInt::zero();
         }
         queue += &unit * arriving[w];
+        held.push(queue.clone());
         queue = (queue - room).max(BigInt::zero());
     }
-    exposed += queue + &unit * arriving[n];
-    if exposed.is_zero() {
-        return Ok(BigRational::zero());
-    }
+    exposed += queue + &unit * arriving.last().copied().unwrap_or(0);
     let rate = &factors.values[0];
-    if rate.is_zero() {
+    let exposed_ms = if exposed.is_zero() {
+        BigRational::zero()
+    } else if rate.is_zero() {
         return Err(Violation::ZeroRate { pool });
-    }
-    Ok(BigRational::new(exposed * 1000 * factors.denominator, unit * rate))
+    } else {
+        BigRational::new(exposed * 1000 * factors.denominator, &unit * rate)
+    };
+    Ok(Queue { held, unit, exposed_ms })
 }
 
 /// Numbers as integers over one power of ten.
-struct Decimals {
-    values: Vec<BigInt>,
-    denominator: BigInt,
+pub(crate) struct Decimals {
+    pub(crate) values: Vec<BigInt>,
+    pub(crate) denominator: BigInt,
 }
 
 impl Decimals {
-    fn new(numbers: &[f64]) -> Decimals {
+    pub(crate) fn new(numbers: &[f64]) -> Decimals {
         let parts: Vec<(u64, i32)> = numbers.iter().map(|x| decimal(*x)).collect();
         let places = parts.iter().map(|(_, exponent)| -exponent).max().unwrap_or(0).max(0);
         let values = parts
@@ -384,6 +482,6 @@ pub(crate) fn exact(x: f64) -> BigRational {
     BigRational::new(one.values.into_iter().sum(), one.denominator)
 }
 
-fn nearest(x: &BigRational) -> f64 {
+pub(crate) fn nearest(x: &BigRational) -> f64 {
     x.to_f64().unwrap_or(f64::INFINITY)
 }

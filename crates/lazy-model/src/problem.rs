@@ -120,6 +120,7 @@ impl StepProblem {
             transfer_slack_bytes: None,
             layer_backward_window_ms: None,
             internals_offload: None,
+            retain_internals: None,
         }
     }
 

@@ -177,6 +177,7 @@ impl ReferenceSettings {
             transfer_slack_bytes: None,
             layer_backward_window_ms: None,
             internals_offload: None,
+            retain_internals: None,
         })
     }
 

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use lazy_model::schedule::{Execution, SCHEDULE_VERSION, SolveRecord, shape_hash};
 use lazy_model::{
-    BoundaryIndex, Bytes, CostChain, Evaluation, Placement, Schedule, Seconds, Tier, Violation, evaluate,
+    BoundaryIndex, Bytes, CostChain, Evaluation, Keep, Placement, Schedule, Seconds, Tier, Violation,
+    evaluate,
 };
 use serde::Serialize;
 
@@ -84,7 +85,9 @@ pub struct Solution {
     pub status: Status,
     /// One entry a boundary, `0..=N`; present for `Optimal` and `Feasible`.
     pub placement: Option<Vec<Placement>>,
-    /// Exact cost of `placement`.
+    /// What becomes of each layer's internals, one entry a layer; present beside `placement` for chains that set `hbm_cap_bytes`.
+    pub keep: Option<Vec<Keep>>,
+    /// Exact cost of the plan.
     pub evaluation: Option<Evaluation>,
     /// Objective of `placement` (ms).
     pub objective_ms: Option<f64>,
@@ -145,6 +148,7 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
     let mut solution = Solution {
         status: Status::Infeasible,
         placement: None,
+        keep: None,
         evaluation: None,
         objective_ms: None,
         bound_ms: None,

@@ -94,11 +94,11 @@ fn eight_threads_get_what_one_gets() {
 }
 
 #[test]
-fn layer_internals_are_refused_by_name() {
+fn a_cap_without_internals_is_refused_by_name() {
     let mut chain = given("tiny3_hand");
     chain.hbm_cap_bytes = Some(Bytes::from_gib(1.0));
     let error = solve(&chain, &SolveOptions::default()).unwrap_err();
-    assert!(error.to_string().contains("hbm_cap_bytes"), "{error}");
+    assert!(error.to_string().contains("layer_internal_bytes"), "{error}");
 }
 
 #[test]

@@ -85,6 +85,7 @@ fn random_chain(r: &mut Random) -> CostChain {
         transfer_slack_bytes: None,
         layer_backward_window_ms: None,
         internals_offload: None,
+        retain_internals: None,
     };
     if r.one_in(4) {
         chain.locks = Some(random_locks(r, n));

@@ -90,6 +90,7 @@ fn plan_model(args: &Args, path: &Path) -> Result<Planned, String> {
         solution: Solution {
             status,
             placement: None,
+            keep: None,
             evaluation: None,
             objective_ms: None,
             bound_ms: None,
