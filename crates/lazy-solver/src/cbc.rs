@@ -1,6 +1,8 @@
 //! Hands a program to CBC through good_lp and says truthfully what came back.
 
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use good_lp::solvers::coin_cbc::coin_cbc;
@@ -30,19 +32,45 @@ pub(crate) enum Outcome {
 /// Time for doubting a verdict of infeasibility.
 const SECOND_LOOK: Duration = Duration::from_secs(10);
 
+/// How long after its limit CBC may still answer: it looks at the clock between nodes and cut rounds only.
+const GRACE: Duration = Duration::from_millis(250);
+/// What a main thread has; a new one gets less.
+const STACK_BYTES: usize = 8 << 20;
+
 /// Solves `mip` to gap 0, or until `deadline`.
 ///
 /// CBC's cuts can remove every solution of a program with badly spread coefficients, so an infeasible program is looked at once
 /// more without cuts.
 pub(crate) fn solve(mip: &Mip, deadline: Option<Instant>) -> Outcome {
-    let first = run(mip, deadline, true);
+    let first = run_until(mip, deadline, true);
     if !matches!(first, Outcome::Infeasible) {
         return first;
     }
     let soon = Instant::now() + SECOND_LOOK;
-    match run(mip, Some(deadline.map_or(soon, |d| d.min(soon))), false) {
+    match run_until(mip, Some(deadline.map_or(soon, |d| d.min(soon))), false) {
         Outcome::Finished { values, bound } => Outcome::Finished { values, bound },
         _ => first,
+    }
+}
+
+/// Runs CBC, on a thread of its own where there is a deadline: CBC cannot be told to stop, so a run that does not look at the clock
+/// in time is left behind. It ends when it next does look, and holds the lock until then.
+fn run_until(mip: &Mip, deadline: Option<Instant>, cuts: bool) -> Outcome {
+    let Some(deadline) = deadline else { return run(mip, None, cuts) };
+    let (answer, answered) = mpsc::sync_channel(1);
+    let mip = mip.clone();
+    let work = move || {
+        // Nobody listens any more when the answer comes too late.
+        let _ = answer.send(run(&mip, Some(deadline), cuts));
+    };
+    if let Err(error) = thread::Builder::new().name("cbc".into()).stack_size(STACK_BYTES).spawn(work) {
+        return Outcome::Failed(format!("cannot start a thread for CBC: {error}"));
+    }
+    let patience = deadline.saturating_duration_since(Instant::now()) + GRACE;
+    match answered.recv_timeout(patience) {
+        Ok(outcome) => outcome,
+        Err(RecvTimeoutError::Timeout) => Outcome::OutOfTime { values: vec![], bound: None },
+        Err(RecvTimeoutError::Disconnected) => Outcome::Failed("CBC's thread ended without an answer".into()),
     }
 }
 

@@ -7,7 +7,8 @@ use lazy_model::{Bytes, CostChain, Pool, Tier};
 
 use crate::error::SolverError;
 use crate::problem::Goal;
-use crate::solve::{Found, SolveOptions, check, deadline, search};
+use crate::search::{Found, search};
+use crate::solve::{SolveOptions, check, deadline};
 
 /// One change that makes an infeasible chain feasible, everything else left as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,11 +105,7 @@ fn silent_links(chain: &CostChain) -> Vec<Remedy> {
 /// The fewest bytes in `tier` with which some placement keeps all other rules.
 fn least_bytes(chain: &CostChain, tier: Tier, deadline: Option<Instant>) -> Option<Bytes> {
     match search(chain, Goal::BytesIn(tier), deadline) {
-        Found::Plan { evaluation, .. } => Some(match tier {
-            Tier::Hbm => evaluation.bytes.hbm,
-            Tier::Host => evaluation.bytes.host,
-            Tier::Nvme => evaluation.bytes.nvme,
-        }),
+        Found::Plan(plan) => Some(plan.evaluation.bytes.get(tier)),
         _ => None,
     }
 }

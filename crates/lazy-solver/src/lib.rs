@@ -36,12 +36,14 @@ pub mod budgets;
 mod cbc;
 mod error;
 mod explain;
+mod lexicographic;
 mod mip;
 mod problem;
+mod search;
 mod solve;
 pub mod step;
 
 pub use baselines::{Baseline, StepBaseline, baselines, step_baselines};
 pub use error::SolverError;
 pub use explain::{Remedy, explain};
-pub use solve::{Method, Solution, SolveOptions, Status, solve};
+pub use solve::{Method, Solution, SolveOptions, Status, TieBreak, solve};

@@ -9,12 +9,29 @@ use lazy_model::{BoundaryIndex, Bytes, CostChain, Locks, Placement, Pool, Tier};
 use crate::mip::{Column, Mip};
 
 /// What is minimised.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Goal {
     /// The chain's own objective.
     Cost,
+    /// Step time alone: recompute and exposed, without the weights.
+    Step,
+    /// Checkpoints, and among equals those on NVMe, of plans whose step takes at most so many ms.
+    Fewest { step_at_most: f64 },
     /// The bytes in one tier, whose budget is ignored.
     BytesIn(Tier),
+}
+
+impl Goal {
+    /// What a ms, a checkpoint and a boundary on NVMe count.
+    fn weights(self, chain: &CostChain) -> (f64, f64, f64) {
+        match self {
+            Goal::Cost => (1.0, chain.checkpoint_penalty, chain.nvme_tiebreak),
+            Goal::Step => (1.0, 0.0, 0.0),
+            // One checkpoint outweighs all boundaries on NVMe.
+            Goal::Fewest { .. } => (0.0, (chain.boundaries() + 1) as f64, 1.0),
+            Goal::BytesIn(_) => (0.0, 0.0, 0.0),
+        }
+    }
 }
 
 /// The program of a chain, with what is needed to read its solutions.
@@ -24,6 +41,10 @@ pub(crate) struct Problem {
     skip: Vec<Column>,
     off: Vec<Column>,
     nvme: Vec<Column>,
+    /// Exposed time of each pool that may carry anything.
+    exposed: Vec<Column>,
+    /// Exposed time of mandatory traffic (ms), whatever is placed where.
+    overflow: f64,
 }
 
 /// Which placements the ends and the locks leave to a boundary.
@@ -45,21 +66,31 @@ impl Problem {
         for pool in Pool::ALL {
             problem.pool_rows(chain, pool, goal)?;
         }
+        if let Goal::Fewest { step_at_most } = goal {
+            problem.step_row(chain, step_at_most);
+        }
         Some(problem)
     }
 
     fn with_columns(chain: &CostChain, allowed: &[Allowed], goal: Goal) -> Problem {
         let sizes: Vec<u64> = chain.boundary_bytes.iter().map(|b| b.get()).collect();
-        let mut p = Problem { mip: Mip::default(), sizes, skip: vec![], off: vec![], nvme: vec![] };
+        let mut p = Problem {
+            mip: Mip::default(),
+            sizes,
+            skip: vec![],
+            off: vec![],
+            nvme: vec![],
+            exposed: vec![],
+            overflow: 0.0,
+        };
         let unit = unit(&p.sizes);
+        let (ms, checkpoint, on_nvme) = goal.weights(chain);
         for (i, a) in allowed.iter().enumerate() {
             let size = p.sizes[i] as f64 / unit as f64;
             // Cost of HBM (in the constant), and what skipping, offloading and NVMe add to it.
             let (hbm, skip, off, nvme) = match goal {
-                Goal::Cost => {
-                    let recompute = if i == 0 { 0.0 } else { chain.layer_recompute_ms[i - 1] };
-                    let penalty = chain.checkpoint_penalty;
-                    (penalty, recompute - penalty, 0.0, chain.nvme_tiebreak)
+                Goal::Cost | Goal::Step | Goal::Fewest { .. } => {
+                    (checkpoint, ms * recompute(chain, i) - checkpoint, 0.0, on_nvme)
                 }
                 Goal::BytesIn(Tier::Hbm) => (size, -size, -size, 0.0),
                 Goal::BytesIn(Tier::Host) => (0.0, 0.0, size, -size),
@@ -151,7 +182,7 @@ impl Problem {
             }
             return Some(());
         }
-        if goal != Goal::Cost {
+        if let Goal::BytesIn(_) = goal {
             return Some(());
         }
         let ms = |bytes: u64| bytes as f64 * 1000.0 / link.rate;
@@ -159,7 +190,8 @@ impl Problem {
         for i in 0..=n {
             entering[i.saturating_add(link.offset).min(n)].push(i);
         }
-        let exposed = self.mip.real(1.0);
+        let exposed = self.mip.real(goal.weights(chain).0);
+        self.exposed.push(exposed);
         let (mut room, mut demand) = (0.0, 0.0);
         let mut tail: Vec<(Column, f64)> = vec![(exposed, 1.0)];
         for (w, entering) in entering.iter().enumerate().rev() {
@@ -168,7 +200,8 @@ impl Problem {
                 let mandatory = link.mandatory.get(w).map_or(0, |m| m.get());
                 let spare = window * link.window_factor - ms(mandatory);
                 // Mandatory overflow is exposed whatever is placed where.
-                self.mip.constant += (-spare).max(0.0);
+                self.overflow += (-spare).max(0.0);
+                self.mip.constant += goal.weights(chain).0 * (-spare).max(0.0);
                 room += spare.max(0.0);
             }
             for &i in entering {
@@ -180,6 +213,13 @@ impl Problem {
             }
         }
         Some(())
+    }
+
+    /// Recompute and exposed time together take at most `limit` ms.
+    fn step_row(&mut self, chain: &CostChain, limit: f64) {
+        let skipped = self.skip.iter().enumerate().map(|(i, s)| (*s, recompute(chain, i)));
+        let exposed = self.exposed.iter().map(|x| (*x, 1.0));
+        self.mip.at_most(skipped.chain(exposed).collect(), limit - self.overflow);
     }
 
     /// Reads a placement off a solution, or `None` where a binary is fractional.
@@ -220,6 +260,11 @@ impl Problem {
         cover.extend(extension);
         self.in_tier_at_most(tier, |_| 1.0, limit, Some(&cover));
     }
+}
+
+/// Cost of skipping boundary `i` (ms): one more forward of the layer below it.
+pub(crate) fn recompute(chain: &CostChain, i: usize) -> f64 {
+    if i == 0 { 0.0 } else { chain.layer_recompute_ms[i - 1] }
 }
 
 /// The link constants of one pool.

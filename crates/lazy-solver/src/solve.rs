@@ -3,21 +3,13 @@
 use std::time::{Duration, Instant};
 
 use lazy_model::schedule::{Execution, SCHEDULE_VERSION, SolveRecord, shape_hash};
-use lazy_model::{
-    BoundaryIndex, Bytes, CostChain, Evaluation, Keep, Placement, Schedule, Seconds, Tier, Violation,
-    evaluate,
-};
+use lazy_model::{BoundaryIndex, CostChain, Evaluation, Keep, Placement, Schedule, Seconds, evaluate};
 use serde::Serialize;
 
-use crate::cbc::{self, Outcome};
 use crate::error::SolverError;
-use crate::problem::{Goal, Problem};
-
-/// Rounds of forbidding sets that CBC's tolerance packs into a budget a few bytes too small. Each round removes at least one such
-/// set and in practice one is enough.
-const MOST_REPAIRS: usize = 50;
-/// A bound this near to the objective proves it (ms); the smallest published weight is 1e-5 ms.
-const PROVEN_MS: f64 = 1e-6;
+use crate::lexicographic::lexicographic;
+use crate::problem::Goal;
+use crate::search::{Found, Plan, search};
 
 /// How to solve.
 #[derive(Clone, Copy, Debug, Default)]
@@ -26,6 +18,30 @@ pub struct SolveOptions {
     pub time_limit: Option<Seconds>,
     /// Algorithm.
     pub method: Method,
+    /// What decides among plans.
+    pub tie_break: TieBreak,
+}
+
+/// What the chosen plan is the least of. [`Solution::objective_ms`] is the chain's own objective either way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TieBreak {
+    /// The chain's objective, with the chain's weights.
+    #[default]
+    Weighted,
+    /// Step time (recompute and exposed) first, then the number of checkpoints, then the number on NVMe. Step times within 1e-6 ms
+    /// count as equal. The chain's weights have no part in the choice.
+    Lexicographic,
+}
+
+impl TieBreak {
+    /// The name used in JSON and flags.
+    pub const fn name(self) -> &'static str {
+        match self {
+            TieBreak::Weighted => "weighted",
+            TieBreak::Lexicographic => "lexicographic",
+        }
+    }
 }
 
 /// An algorithm. All are exact.
@@ -89,9 +105,10 @@ pub struct Solution {
     pub keep: Option<Vec<Keep>>,
     /// Exact cost of the plan.
     pub evaluation: Option<Evaluation>,
-    /// Objective of `placement` (ms).
+    /// Objective of `placement` (ms), the chain's weights included. `evaluation` has the step time.
     pub objective_ms: Option<f64>,
-    /// No allowed placement has a smaller objective than this (ms). Equals `objective_ms` when `Optimal`.
+    /// No allowed placement has a smaller objective than this (ms). Equals `objective_ms` when `Optimal`. Under
+    /// [`TieBreak::Lexicographic`] no allowed placement has a smaller step time than this less the plan's own weights.
     pub bound_ms: Option<f64>,
     /// `(objective - bound) / objective`.
     pub gap: Option<f64>,
@@ -144,7 +161,16 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
     let started = Instant::now();
     check(chain)?;
     let deadline = deadline(started, options)?;
-    let found = search(chain, Goal::Cost, deadline);
+    let found = match options.tie_break {
+        TieBreak::Weighted => search(chain, Goal::Cost, deadline),
+        TieBreak::Lexicographic => lexicographic(chain, deadline),
+    };
+    let mut solution = answer(chain, found);
+    solution.solve = Seconds(started.elapsed().as_secs_f64());
+    Ok(solution)
+}
+
+fn answer(chain: &CostChain, found: Found) -> Solution {
     let mut solution = Solution {
         status: Status::Infeasible,
         placement: None,
@@ -158,11 +184,11 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
         message: None,
     };
     match found {
-        Found::Plan { placement, evaluation, bound } => {
+        Found::Plan(plan) => {
+            let Plan { placement, evaluation, bound, proven } = *plan;
             let (placement, evaluation) = keep_closer(chain, placement, evaluation);
             let objective = evaluation.objective_ms;
-            let proven = bound.is_some_and(|b| objective - b <= PROVEN_MS + 1e-9 * objective.abs());
-            let bound = if proven { Some(objective) } else { bound };
+            let bound = if proven { Some(objective) } else { bound.map(|bound| bound.min(objective)) };
             solution.status = if proven { Status::Optimal } else { Status::Feasible };
             solution.gap = bound.map(|b| (objective - b) / objective.abs().max(1e-9));
             solution.bound_ms = bound;
@@ -180,8 +206,7 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
             solution.message = Some(message);
         }
     }
-    solution.solve = Seconds(started.elapsed().as_secs_f64());
-    Ok(solution)
+    solution
 }
 
 /// Among plans of equal cost, prefers the one that moves less: a boundary that fits into a faster tier goes there. That takes
@@ -233,59 +258,4 @@ pub(crate) fn deadline(started: Instant, options: &SolveOptions) -> Result<Optio
         .map_err(|_| SolverError::TimeLimit(limit.get().to_string()))?;
     // A limit beyond what the clock can express is no limit.
     Ok(started.checked_add(limit))
-}
-
-/// What one search found, after the exact check.
-pub(crate) enum Found {
-    Plan { placement: Vec<Placement>, evaluation: Evaluation, bound: Option<f64> },
-    OutOfTime { bound: Option<f64> },
-    Infeasible,
-    Failed(String),
-}
-
-/// Runs CBC until its answer passes the exact check.
-pub(crate) fn search(chain: &CostChain, goal: Goal, deadline: Option<Instant>) -> Found {
-    let Some(mut problem) = Problem::new(chain, goal) else { return Found::Infeasible };
-    let judged = judged_chain(chain, goal);
-    for _ in 0..MOST_REPAIRS {
-        let (values, bound, finished) = match cbc::solve(&problem.mip, deadline) {
-            Outcome::Finished { values, bound } => (values, Some(bound), true),
-            Outcome::OutOfTime { values, bound } => (values, bound, false),
-            Outcome::Infeasible => return Found::Infeasible,
-            Outcome::Failed(message) => return Found::Failed(message),
-        };
-        let Some(placement) = problem.placement(&values) else {
-            if finished {
-                return Found::Failed("CBC called a fractional solution optimal".into());
-            }
-            return Found::OutOfTime { bound };
-        };
-        match evaluate(&judged, &placement) {
-            Ok(evaluation) => return Found::Plan { placement, evaluation, bound },
-            // The tolerance let in a few bytes too many.
-            Err(Violation::Budget { tier, budget, .. }) => {
-                problem.forbid_overfull(&placement, tier, budget);
-            }
-            Err(_) if !finished => return Found::OutOfTime { bound },
-            Err(violation) => return Found::Failed(format!("CBC's solution breaks a rule: {violation}")),
-        }
-    }
-    Found::Failed("CBC's tolerance keeps exceeding a budget; round the budgets to whole boundaries".into())
-}
-
-/// The chain by whose rules an answer is judged: a tier whose bytes are minimised has no budget.
-fn judged_chain(chain: &CostChain, goal: Goal) -> CostChain {
-    let mut judged = chain.clone();
-    if let Goal::BytesIn(tier) = goal {
-        *budget_mut(&mut judged, tier) = chain.boundary_bytes.iter().copied().sum();
-    }
-    judged
-}
-
-pub(crate) fn budget_mut(chain: &mut CostChain, tier: Tier) -> &mut Bytes {
-    match tier {
-        Tier::Hbm => &mut chain.gpu_budget_bytes,
-        Tier::Host => &mut chain.cpu_budget_bytes,
-        Tier::Nvme => &mut chain.nvme_budget_bytes,
-    }
 }

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use lazy_model::{BoundaryIndex, Bytes, BytesPerSecond, CostChain, Evaluation, Locks, Placement, evaluate};
-use lazy_solver::{SolveOptions, Status, solve};
+use lazy_solver::{SolveOptions, Status, TieBreak, solve};
 
 const STATES: [Placement; 4] = [Placement::Hbm, Placement::Host, Placement::Nvme, Placement::Recompute];
 
@@ -115,13 +115,17 @@ fn random_locks(r: &mut Random, n: usize) -> Locks {
     locks
 }
 
-fn cheapest(chain: &CostChain) -> Option<Evaluation> {
+fn allowed(chain: &CostChain) -> Vec<Evaluation> {
     let n = chain.boundaries();
     let decode = |code: usize| (0..n).map(|i| STATES[code >> (2 * i) & 3]).collect::<Vec<_>>();
     (0..1usize << (2 * n))
         .filter(|code| code & 3 != 3 && code >> (2 * (n - 1)) != 3)
         .filter_map(|code| evaluate(chain, &decode(code)).ok())
-        .min_by(|a, b| a.objective.cmp(&b.objective))
+        .collect()
+}
+
+fn cheapest(chain: &CostChain) -> Option<Evaluation> {
+    allowed(chain).into_iter().min_by(|a, b| a.objective.cmp(&b.objective))
 }
 
 #[test]
@@ -149,4 +153,37 @@ fn no_placement_of_a_random_chain_is_cheaper_than_the_solvers() {
     }
     // The sample is worth something only if it reaches the interesting corners.
     assert!(infeasible > 100 && exposed > 50 && all_tiers > 20, "{infeasible} {exposed} {all_tiers}");
+}
+
+#[test]
+fn step_time_then_checkpoints_then_nvme_decide_whatever_the_weights_say() {
+    let mut r = Random(2);
+    let (mut ties, mut weights_disagree) = (0, 0);
+    for number in 0..100 {
+        let mut chain = random_chain(&mut r);
+        // Weights that would choose otherwise.
+        chain.checkpoint_penalty = r.pick(&[0.0, 1e-5, 7.0]);
+        chain.nvme_tiebreak = r.pick(&[0.0, 1e-3, 11.0]);
+        let options = SolveOptions { tie_break: TieBreak::Lexicographic, ..SolveOptions::default() };
+        let solution = solve(&chain, &options).unwrap();
+        // The weights are all that an objective holds beside the step.
+        let bare = CostChain { checkpoint_penalty: 0.0, nvme_tiebreak: 0.0, ..chain.clone() };
+        let all = allowed(&bare);
+        let Some(fastest) = all.iter().map(|e| &e.objective).min() else {
+            assert_eq!(solution.status, Status::Infeasible, "chain {number}: {}", chain.to_json());
+            continue;
+        };
+        let fastest_ms = all.iter().map(|e| e.objective_ms).fold(f64::INFINITY, f64::min);
+        let equal = all.iter().filter(|e| e.objective == *fastest);
+        ties += usize::from(equal.clone().count() > 1);
+        let fewest = equal.map(|e| (e.counts.checkpoints(), e.counts.nvme)).min().unwrap();
+        assert_eq!(solution.status, Status::Optimal, "chain {number}: {}", chain.to_json());
+        let got = solution.evaluation.unwrap();
+        assert!(got.step_ms() - fastest_ms < 2e-6, "chain {number}: {}", chain.to_json());
+        let counts = (got.counts.checkpoints(), got.counts.nvme);
+        assert!(counts <= fewest, "chain {number}: {counts:?} instead of {fewest:?}: {}", chain.to_json());
+        assert_eq!(Some(got.objective_ms), solution.objective_ms);
+        weights_disagree += usize::from(got.objective_ms > cheapest(&chain).unwrap().objective_ms + 2e-6);
+    }
+    assert!(ties > 10 && weights_disagree > 5, "{ties} {weights_disagree}");
 }

@@ -64,7 +64,7 @@ impl Args {
             MethodFlag::Auto => Method::Auto,
             MethodFlag::Mip => Method::Mip,
         };
-        SolveOptions { time_limit: self.time_limit_s.map(Seconds), method }
+        SolveOptions { time_limit: self.time_limit_s.map(Seconds), method, ..SolveOptions::default() }
     }
 }
 
