@@ -92,6 +92,16 @@ impl<'a> Object<'a> {
         Ok(Some(count))
     }
 
+    /// The whole number under `key`, zero included, at most `limit`, where there is one.
+    pub(crate) fn whole(&self, key: &str, limit: usize) -> Result<Option<usize>, Error> {
+        if self.get(key).and_then(Value::as_u64) == Some(0) { Ok(Some(0)) } else { self.count(key, limit) }
+    }
+
+    /// The positive whole number under `key`, which must be there.
+    pub(crate) fn need(&self, key: &str, limit: usize) -> Result<usize, Error> {
+        self.count(key, limit)?.ok_or_else(|| self.absent(key))
+    }
+
     /// Refuses keys that are not in `known`: a misspelt one would be passed over silently.
     pub(crate) fn only(&self, known: &[&str]) -> Result<(), Error> {
         match self.keys().find(|key| !known.contains(key)) {
@@ -113,7 +123,7 @@ impl<'a> Object<'a> {
 }
 
 /// A short description of a value for messages; long texts are cut.
-fn kind(value: &Value) -> String {
+pub(crate) fn kind(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),
         Value::Bool(b) => b.to_string(),

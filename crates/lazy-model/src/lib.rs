@@ -68,12 +68,15 @@ pub mod timeline;
 pub mod units;
 
 pub use chain::{ChainError, CostChain, Locks};
-pub use config::{Family, LayerKind, ModelSpec};
+pub use config::{
+    Attention, DeltaNet, DenseMlp, Family, LatentAttention, LayerKind, LayerShape, Mixer, Mlp, ModelSpec,
+    MoeMlp,
+};
 pub use error::Error;
 pub use evaluate::{Evaluation, ExposedMs, Pool, Violation, evaluate};
 pub use hardware::{HardwareProfile, Links, Marked, Source, StepTimes, Tiers};
 pub use keep::{HbmPeak, Keep, Position, evaluate_keep};
-pub use layers::{Parameter, SavedTensor, Workload};
+pub use layers::{AttentionKernel, LossBytes, Parameter, SavedTensor, Workload};
 pub use load::LinkLoad;
 pub use problem::{StepProblem, Verified, VerifyError};
 pub use reference::ReferenceSettings;

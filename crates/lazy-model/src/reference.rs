@@ -8,10 +8,10 @@ use num_bigint::BigInt;
 use num_traits::{Signed, ToPrimitive};
 
 use crate::chain::CostChain;
-use crate::config::ModelSpec;
+use crate::config::{LayerKind, ModelSpec};
 use crate::error::Error;
 use crate::evaluate::exact;
-use crate::layers::{Parameter, Workload};
+use crate::layers::Workload;
 use crate::timeline::LinkRates;
 use crate::units::{Bytes, BytesPerSecond, LayerIndex, Seconds};
 
@@ -139,8 +139,9 @@ impl ReferenceSettings {
         let layers = model.layers();
         let boundary = model.boundary_bytes(work);
         let layer_ms: Vec<f64> = (0..layers).map(|l| self.layer_ms(model, LayerIndex(l))).collect();
-        let weights: Vec<Bytes> =
-            (0..layers).map(|l| self.mandatory_bytes(model, work, LayerIndex(l))).collect();
+        let weights = (0..layers)
+            .map(|l| self.mandatory_bytes(model, work, LayerIndex(l)))
+            .collect::<Result<Vec<Bytes>, Error>>()?;
         let share = |fraction: f64| if self.overlap { fraction } else { 0.0 };
         Ok(CostChain {
             name: None,
@@ -182,20 +183,21 @@ impl ReferenceSettings {
     }
 
     fn layer_ms(&self, model: &ModelSpec, layer: LayerIndex) -> f64 {
-        let linear = model.layer_kinds.get(layer.get()).is_some_and(|kind| kind.name() == "linear_attention");
+        let linear = model.layer_kind(layer) == LayerKind::Linear;
         self.layer_recompute_ms * if linear { self.linear_layer_factor } else { 1.0 }
     }
 
-    fn mandatory_bytes(&self, model: &ModelSpec, work: &Workload, layer: LayerIndex) -> Bytes {
-        let elements = match self.mandatory {
-            Mandatory::Off => 0,
-            Mandatory::ReferenceCount => {
-                let (h, k, m) = (model.hidden as u64, model.kv_width() as u64, model.intermediate as u64);
-                2 * h * h + 2 * h * k + 3 * h * m + 2 * h
-            }
-            Mandatory::ExactCount => model.layer_parameters(layer).iter().map(Parameter::elements).sum(),
-        };
-        Bytes(elements) * work.element_bytes() as u64
+    fn mandatory_bytes(&self, model: &ModelSpec, work: &Workload, layer: LayerIndex) -> Result<Bytes, Error> {
+        let element = work.element_bytes() as u64;
+        match self.mandatory {
+            Mandatory::Off => Ok(Bytes::ZERO),
+            Mandatory::ReferenceCount => model.reference_layer_weight_bytes(element).ok_or_else(|| {
+                let problem = "counts the weights of dense layers with grouped-query attention, and this model has none: take the \
+                               exact count";
+                refused("mandatory", problem.into())
+            }),
+            Mandatory::ExactCount => Ok(Bytes(model.layer_parameter_count(layer)) * element),
+        }
     }
 
     fn host_room(&self, boundary: Bytes) -> Result<Bytes, Error> {

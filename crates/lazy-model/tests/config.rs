@@ -1,7 +1,7 @@
 //! Reading Hugging Face configs: totals, derived dimensions, and what is refused.
-#![allow(clippy::unwrap_used)] // Helpers of tests may unwrap, as tests do.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests may, as tests do")]
 
-use lazy_model::{LayerIndex, LayerKind, ModelSpec, Workload};
+use lazy_model::{Attention, LayerIndex, LayerKind, Mixer, ModelSpec, Workload};
 use serde_json::{Value, json};
 
 fn data(name: &str) -> String {
@@ -29,6 +29,19 @@ fn with(mut value: Value, key: &str, new: Option<Value>) -> Value {
         None => map.remove(key),
     };
     value
+}
+
+/// The attention of a layer that has softmax attention with grouped queries.
+fn attention(spec: &ModelSpec, layer: usize) -> Attention {
+    match spec.layer_shapes[layer].mixer {
+        Mixer::Attention(attention) => attention,
+        other => panic!("layer {layer} has {other:?}"),
+    }
+}
+
+/// The window of each layer.
+fn windows(spec: &ModelSpec) -> Vec<Option<usize>> {
+    (0..spec.layers()).map(|l| attention(spec, l).window).collect()
 }
 
 #[test]
@@ -102,13 +115,13 @@ fn m1_absent_dimension_names_its_path_even_when_the_top_has_one() {
 
 #[test]
 fn m2_explicit_head_dim_wins_and_an_uneven_division_is_refused() {
-    let four_b = spec(&json_of("qwen3-4b"));
+    let four_b = attention(&spec(&json_of("qwen3-4b")), 0);
     assert_eq!((four_b.head_dim, four_b.query_width()), (128, 4096));
     let uneven = with(json_of("llama-3.1-8b"), "hidden_size", Some(json!(1792)));
     let uneven = with(uneven, "num_attention_heads", Some(json!(24)));
     assert!(message(&uneven).contains("`head_dim`"));
-    assert_eq!(spec(&with(uneven, "head_dim", Some(json!(64)))).query_width(), 1536);
-    assert_eq!(spec(&json_of("llama-3.1-8b")).head_dim, 128);
+    assert_eq!(attention(&spec(&with(uneven, "head_dim", Some(json!(64)))), 0).query_width(), 1536);
+    assert_eq!(attention(&spec(&json_of("llama-3.1-8b")), 0).head_dim, 128);
     // A Qwen3 head is no quotient: 2560 / 32 would be 80.
     assert!(message(&with(json_of("qwen3-4b"), "head_dim", None)).contains("`head_dim` is absent"));
 }
@@ -140,18 +153,19 @@ fn m5_tied_embeddings_follow_flag_level_and_default() {
 #[test]
 fn windows_are_recorded_only_where_they_are_active() {
     let mistral = json_of("mistral-7b");
-    assert_eq!(spec(&mistral).layer_kinds, vec![LayerKind::Sliding { window: 4096 }; 32]);
+    assert_eq!(windows(&spec(&mistral)), vec![Some(4096); 32]);
     let off = with(mistral, "sliding_window", Some(Value::Null));
-    assert_eq!(spec(&off).layer_kinds, vec![LayerKind::Full; 32]);
+    assert_eq!(windows(&spec(&off)), vec![None; 32]);
     let qwen = json_of("qwen2.5-7b");
-    assert_eq!(spec(&qwen).layer_kinds, vec![LayerKind::Full; 28]);
+    assert_eq!(windows(&spec(&qwen)), vec![None; 28]);
     // A smaller number of full layers alone switches nothing on; the flag does.
     let qwen = with(qwen, "max_window_layers", Some(json!(21)));
-    assert_eq!(spec(&qwen).layer_kinds, vec![LayerKind::Full; 28]);
+    assert_eq!(windows(&spec(&qwen)), vec![None; 28]);
     let on = with(qwen, "use_sliding_window", Some(json!(true)));
-    let kinds = spec(&on).layer_kinds;
-    assert_eq!(kinds[20], LayerKind::Full);
-    assert_eq!(kinds[21], LayerKind::Sliding { window: 131_072 });
+    let on = spec(&on);
+    assert_eq!(on.layer_kind(LayerIndex(20)), LayerKind::Full);
+    assert_eq!(on.layer_kind(LayerIndex(21)), LayerKind::Sliding);
+    assert_eq!(windows(&on)[20..22], [None, Some(131_072)]);
 }
 
 #[test]
@@ -237,7 +251,7 @@ fn internals_are_the_sum_of_the_documented_tensors() {
     let spec = spec(&json_of("qwen3-4b"));
     let work = Workload::new(16, 1024, 2).unwrap();
     let wide = 3 * (2560 + 4096 + 1024 + 9728) * 2;
-    assert_eq!(spec.internals_bytes(&work).get(), 16_384 * (wide + 74 * 4));
+    assert_eq!(spec.internals_bytes(LayerIndex(0), &work).get(), 16_384 * (wide + 74 * 4));
 }
 
 #[test]

@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use lazy_model::step::StepPlan;
-use lazy_model::{Bytes, CostChain, HardwareProfile, ModelSpec, Schedule, StepProblem, TierBytes, Workload};
+use lazy_model::{
+    Bytes, CostChain, HardwareProfile, LayerIndex, ModelSpec, Schedule, StepProblem, TierBytes, Workload,
+};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -149,7 +151,7 @@ proptest! {
         if let Ok(spec) = ModelSpec::from_json(&text) {
             for tokens in [batch % 64, batch] {
                 if let Ok(work) = Workload::new(tokens, seq, 4) {
-                    let _ = (spec.boundary_bytes(&work), spec.internals_bytes(&work));
+                    let _ = (spec.boundary_bytes(&work), spec.internals_bytes(LayerIndex(0), &work));
                 }
             }
             let _ = (spec.total_parameters(), spec.flops_per_token_6n());

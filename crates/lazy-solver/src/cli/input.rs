@@ -7,7 +7,7 @@ use lazy_model::problem::StepProblem;
 use lazy_model::schedule::Promise;
 use lazy_model::step::TierBytes;
 use lazy_model::{
-    Bytes, CostChain, HardwareProfile, ModelSpec, Schedule, Seconds, Tier, VerifyError, Workload,
+    Bytes, CostChain, HardwareProfile, LayerIndex, ModelSpec, Schedule, Seconds, Tier, VerifyError, Workload,
 };
 use lazy_solver::step::{StepFailure, StepOptions, solve_step};
 use lazy_solver::{Method, Solution, Status, solve};
@@ -143,7 +143,7 @@ fn step_problem(args: &Args, path: &Path) -> Result<StepProblem, String> {
         .map_or(Seconds::ZERO, |rate| Seconds(parameters as f64 / rate.value));
     Ok(StepProblem {
         boundary_bytes: vec![model.boundary_bytes(&work); layers + 1],
-        saved_bytes: vec![model.internals_bytes(&work); layers],
+        saved_bytes: (0..layers).map(|l| model.internals_bytes(LayerIndex(l), &work)).collect(),
         costs,
         micro_batches: 1,
         optimizer,
@@ -158,6 +158,7 @@ fn step_problem(args: &Args, path: &Path) -> Result<StepProblem, String> {
 fn fixed(model: &ModelSpec, work: &Workload, parameters: u64) -> TierBytes {
     let element = work.element_bytes() as u64;
     let logits = Bytes(work.tokens() * model.vocab as u64 * element);
-    let running = (model.internals_bytes(work) * 2).max(logits * 2);
+    let internals = (0..model.layers()).map(|l| model.internals_bytes(LayerIndex(l), work));
+    let running = (internals.max().unwrap_or(Bytes::ZERO) * 2).max(logits * 2);
     TierBytes { hbm: Bytes(parameters * element) * 2 + running, ..TierBytes::default() }
 }

@@ -38,7 +38,7 @@ impl Decoder {
     ///
     /// When there is no such layer, `x` has another width, or the dropout probability is not in `0.0..1.0`.
     pub fn layer_forward(&self, layer: usize, x: &Tensor, cx: &StepContext) -> Result<Tensor> {
-        let c = &self.spec;
+        let (spec, c) = (&self.spec, &self.geometry);
         let Weights([norm_1, q, k, v, o, q_norm, k_norm, norm_2, gate, up, down]) =
             self.weights(layer, x.is_variable())?;
         let (batch, seq, hidden) = x.dims3()?;
@@ -52,15 +52,16 @@ impl Decoder {
         if !(0.0..1.0).contains(&cx.dropout) {
             return input_error(format!("dropout is a probability below 1, got {}", cx.dropout));
         }
-        let norm =
-            |x: &Tensor, w: &Tensor| x.apply_op2(w, RmsNorm { eps: c.rms_norm_eps as f32, rotation: None });
+        let norm = |x: &Tensor, w: &Tensor| {
+            x.apply_op2(w, RmsNorm { eps: spec.rms_norm_eps as f32, rotation: None })
+        };
         let residual = |x: &Tensor, branch: &Tensor, site| {
             let mask = Mask::new(cx.dropout, cx.key, layer, site);
             x.apply_op2(branch, Residual { mask })
         };
         let rotated = |x: &Tensor, w: &Tensor, heads| {
             let rotation = Some(Rotation { table: self.rotary(seq), heads, seq });
-            x.apply_op2(w, RmsNorm { eps: c.rms_norm_eps as f32, rotation })
+            x.apply_op2(w, RmsNorm { eps: spec.rms_norm_eps as f32, rotation })
         };
 
         let input = norm(x, &norm_1)?;

@@ -29,6 +29,7 @@ pub use ops::with_slice;
 pub use sizes::{DeclaredSizes, NamedBytes};
 
 use crate::dropout::DropoutKey;
+use config::Geometry;
 use norm::RotaryTable;
 
 /// What can go wrong in the decoder.
@@ -71,6 +72,7 @@ pub struct StepContext {
 /// The decoder's weights and the functions that lead through it.
 pub struct Decoder {
     spec: ModelSpec,
+    geometry: Geometry,
     parameters: Vec<(String, Var)>,
     rotary: Mutex<Option<Arc<RotaryTable>>>,
     loss_rows: usize,
@@ -84,7 +86,7 @@ impl Decoder {
     ///
     /// When the specification asks for something that is not computed here, or `init` returns another number of elements.
     pub fn new(spec: ModelSpec, init: &mut dyn FnMut(&str, &[usize]) -> Vec<f32>) -> Result<Self> {
-        config::check(&spec)?;
+        let geometry = config::check(&spec)?;
         let make = |Parameter { name, shape }| {
             let values = init(&name, &shape);
             let (got, wanted) = (values.len(), shape.iter().product::<usize>());
@@ -94,7 +96,7 @@ impl Decoder {
             Ok((name, Var::from_vec(values, shape, &Device::Cpu)?))
         };
         let parameters = spec.parameters().into_iter().map(make).collect::<Result<Vec<_>>>()?;
-        Ok(Decoder { spec, parameters, rotary: Mutex::new(None), loss_rows: loss::ROWS })
+        Ok(Decoder { spec, geometry, parameters, rotary: Mutex::new(None), loss_rows: loss::ROWS })
     }
 
     /// Sets how many tokens' logits exist at a time in [`Decoder::loss`] (default 128, at least 1).
@@ -217,7 +219,7 @@ impl Decoder {
         match &*held {
             Some(table) if table.positions() >= seq => table.clone(),
             _ => {
-                let table = Arc::new(RotaryTable::new(self.spec.rope_theta, self.spec.head_dim, seq));
+                let table = Arc::new(RotaryTable::new(self.spec.rope_theta, self.geometry.head_dim, seq));
                 *held = Some(table.clone());
                 table
             }

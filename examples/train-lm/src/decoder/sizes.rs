@@ -1,9 +1,10 @@
 //! What the decoder's pieces hold in memory, declared before anything runs.
 
-use lazy_model::{Bytes, ModelSpec};
+use lazy_model::Bytes;
 
 use super::Decoder;
 use super::attention::BLOCK;
+use super::config::Geometry;
 
 /// A tensor, or a group of them, and its size.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,9 +59,9 @@ impl Decoder {
         let loss = results + rows * (3 * c.hidden + c.vocab) + packing;
         DeclaredSizes {
             boundary: floats(tokens * c.hidden),
-            layer_internals: layer_internals(c, tokens),
-            layer_gradients: floats(layer_gradients(c, batch, seq)),
-            layer_workspace: floats(layer_workspace(c, batch, seq)),
+            layer_internals: layer_internals(&self.geometry, tokens),
+            layer_gradients: floats(layer_gradients(&self.geometry, batch, seq)),
+            layer_workspace: floats(layer_workspace(&self.geometry, batch, seq)),
             loss_workspace: floats(loss),
             weights: all,
             gradients: all,
@@ -76,7 +77,7 @@ fn packed(rows: usize, outputs: usize, inputs: usize) -> usize {
 }
 
 /// The operands of a layer's operations, each of which the graph holds once.
-fn layer_internals(c: &ModelSpec, tokens: usize) -> Vec<NamedBytes> {
+fn layer_internals(c: &Geometry, tokens: usize) -> Vec<NamedBytes> {
     let (h, q, kv, i) = (c.hidden, c.query_width(), c.kv_width(), c.intermediate);
     let part = |(name, width)| NamedBytes { name, bytes: floats(tokens * width) };
     let widths = [
@@ -100,9 +101,9 @@ fn layer_internals(c: &ModelSpec, tokens: usize) -> Vec<NamedBytes> {
 
 /// Elements alive at the worst moment of backward, which is one of those listed. candle adds each gradient to a tensor
 /// of zeros, so one that arrives exists three times for a moment: as it came, as zeros, and as the sum.
-fn layer_gradients(c: &ModelSpec, batch: usize, seq: usize) -> usize {
+fn layer_gradients(c: &Geometry, batch: usize, seq: usize) -> usize {
     let (t, h, q, kv, i) = (batch * seq, c.hidden, c.query_width(), c.kv_width(), c.intermediate);
-    let weights = c.parameters_per_layer() as usize;
+    let weights = c.parameters;
     let (wide, square) = (h * i, h * q);
     // Throughout, the gradient of the residual that goes around the block is alive.
     let moments = [
@@ -126,13 +127,13 @@ fn layer_gradients(c: &ModelSpec, batch: usize, seq: usize) -> usize {
 }
 
 /// The scores of a block of queries and their gradients, on each thread that works on attention.
-fn attention_scores(c: &ModelSpec, batch: usize, seq: usize) -> usize {
+fn attention_scores(c: &Geometry, batch: usize, seq: usize) -> usize {
     2 * rayon::current_num_threads().min(batch * c.kv_heads) * BLOCK.min(seq) * seq
 }
 
 /// The larger of two that do not exist at once: in attention, scores, and the heads' results before they are put in
 /// their places; in a linear map, the packed operands.
-fn layer_workspace(c: &ModelSpec, batch: usize, seq: usize) -> usize {
+fn layer_workspace(c: &Geometry, batch: usize, seq: usize) -> usize {
     let attention = attention_scores(c, batch, seq) + batch * seq * c.query_width();
     attention.max(packed(batch * seq, c.intermediate, c.hidden))
 }

@@ -1,0 +1,248 @@
+//! Bytes of activations: boundaries, what a layer's backward needs, what a layer needs while it runs, and the loss.
+
+use super::{AttentionKernel, Workload};
+use crate::config::{Attention, DeltaNet, LatentAttention, LayerShape, Mixer, Mlp, ModelSpec, MoeMlp};
+use crate::units::{Bytes, LayerIndex};
+
+/// Bytes of the statistics (reciprocal RMS, log-sum-exp, decay, router scores) that kernels keep in fp32 whatever the
+/// activations are.
+const FP32: u64 = 4;
+
+/// Bytes of the index of an expert.
+const INDEX: u64 = 8;
+
+/// Positions that the delta rule's kernels work on at a time.
+const CHUNK: u64 = 64;
+
+/// A tensor that the backward of a layer needs besides the layer's input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SavedTensor {
+    /// What it holds.
+    pub name: &'static str,
+    /// Its size.
+    pub bytes: Bytes,
+}
+
+/// Bytes of final norm, head and loss when the logits of only some tokens exist at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LossBytes {
+    /// Tokens whose logits exist at a time.
+    pub chunk_tokens: u64,
+    /// Their logits.
+    pub logits: Bytes,
+    /// All that exists while a chunk is worked on: normed input and its gradient, logits (which become their gradient), their softmax
+    /// in fp32, and the loss of each token.
+    pub workspace: Bytes,
+    /// What the chunks leave behind: the gradient of the last boundary.
+    pub gradient: Bytes,
+}
+
+/// Sizes of tensors of one workload.
+#[derive(Clone, Copy)]
+struct Sizer {
+    work: Workload,
+    tokens: u64,
+    element: u64,
+}
+
+impl Sizer {
+    fn new(work: &Workload) -> Self {
+        Sizer { work: *work, tokens: work.tokens(), element: work.element_bytes() as u64 }
+    }
+
+    /// `width` elements a token.
+    fn wide(&self, width: usize) -> Bytes {
+        Bytes(self.tokens) * width as u64 * self.element
+    }
+
+    /// `width` numbers a token in fp32.
+    fn fp32(&self, width: usize) -> Bytes {
+        Bytes(self.tokens) * width as u64 * FP32
+    }
+
+    /// Scores of every head and pair of positions, `bytes` each: `batch heads S^2`.
+    fn scores(&self, heads: usize, bytes: u64) -> Bytes {
+        Bytes(self.tokens) * self.work.sequence() as u64 * heads as u64 * bytes
+    }
+
+    fn eager(&self) -> bool {
+        self.work.attention() == AttentionKernel::Eager
+    }
+}
+
+/// Collects the saved tensors of a layer.
+struct Saved {
+    sizer: Sizer,
+    list: Vec<SavedTensor>,
+}
+
+impl Saved {
+    fn put(&mut self, name: &'static str, bytes: Bytes) {
+        self.list.push(SavedTensor { name, bytes });
+    }
+
+    fn wide(&mut self, name: &'static str, width: usize) {
+        self.put(name, self.sizer.wide(width));
+    }
+
+    fn fp32(&mut self, name: &'static str, width: usize) {
+        self.put(name, self.sizer.fp32(width));
+    }
+
+    fn attention(&mut self, a: &Attention) {
+        let (q, k) = (a.query_width(), a.kv_width());
+        if a.qk_norm {
+            self.wide("q before norm", q);
+            self.wide("k before norm", k);
+            self.fp32("q norm rrms", a.heads);
+            self.fp32("k norm rrms", a.kv_heads);
+        }
+        self.softmax(a.heads, [q, k, k], [q, q], a.kv_heads < a.heads);
+        self.wide("attention output", q);
+        if a.output_gate {
+            self.wide("output gate", q);
+            self.wide("gated attention output", q);
+        }
+    }
+
+    /// Queries, keys and values as attention takes them, and what the kernel keeps. `shared` heads are repeated by eager products.
+    fn softmax(&mut self, heads: usize, [q, k, v]: [usize; 3], repeated: [usize; 2], shared: bool) {
+        self.wide("rotated q", q);
+        if !self.sizer.eager() {
+            self.wide("rotated k", k);
+            self.wide("v", v);
+            self.fp32("log-sum-exp", heads);
+            return;
+        }
+        let [k, v] = if shared { repeated } else { [k, v] };
+        self.wide("rotated k, repeated for its queries", k);
+        self.wide("v, repeated for its queries", v);
+        self.put("softmax in fp32", self.sizer.scores(heads, FP32));
+        if self.sizer.element != FP32 {
+            self.put("softmax", self.sizer.scores(heads, self.sizer.element));
+        }
+    }
+
+    fn latent(&mut self, a: &LatentAttention) {
+        if let Some(rank) = a.q_lora_rank {
+            self.wide("q latent", rank);
+            self.fp32("q latent norm rrms", 1);
+            self.wide("normed q latent", rank);
+        }
+        self.wide("kv latent", a.kv_lora_rank);
+        self.fp32("kv latent norm rrms", 1);
+        self.wide("normed kv latent", a.kv_lora_rank);
+        let (q, v) = (a.query_width(), a.value_width());
+        self.softmax(a.heads, [q, q, v], [q, v], false);
+        self.wide("attention output", v);
+    }
+
+    fn linear(&mut self, net: &DeltaNet) {
+        let heads = net.value_heads;
+        self.wide("convolution input", net.conv_width());
+        self.wide("normed q", net.key_width());
+        self.wide("normed k", net.key_width());
+        self.fp32("q, k norm", 2 * net.key_heads);
+        self.wide("v", net.value_width());
+        self.fp32("decay before softplus", heads);
+        self.fp32("softplus", heads);
+        self.fp32("decay, summed up", heads);
+        self.wide("beta", heads);
+        self.wide("chunk inverse", heads * CHUNK as usize);
+        self.wide("delta rule output", net.value_width());
+        self.wide("output gate", net.value_width());
+        self.fp32("output norm rrms", heads);
+        self.wide("gated output", net.value_width());
+    }
+
+    fn moe(&mut self, moe: &MoeMlp, hidden: usize) {
+        let (k, m) = (moe.top_k, moe.intermediate);
+        self.fp32("router scores", moe.experts);
+        self.fp32("weights of chosen experts", k);
+        self.put("chosen experts", Bytes(self.sizer.tokens) * k as u64 * INDEX);
+        self.wide("dispatched tokens", k * hidden);
+        self.wide("expert gate", k * m);
+        self.wide("expert up", k * m);
+        self.wide("expert gated product", k * m);
+        self.wide("expert output", k * hidden);
+        if moe.shared > 0 {
+            self.wide("shared gate", moe.shared);
+            self.wide("shared up", moe.shared);
+            self.wide("shared gated product", moe.shared);
+        }
+        if moe.shared_gate() {
+            self.wide("shared expert output", hidden);
+            self.wide("shared expert's gate", 1);
+        }
+    }
+
+    fn layer(&mut self, layer: &LayerShape, hidden: usize) {
+        self.fp32("input norm rrms", 1);
+        self.wide("normed input", hidden);
+        match &layer.mixer {
+            Mixer::Attention(attention) => self.attention(attention),
+            Mixer::Latent(mla) => self.latent(mla),
+            Mixer::Linear(net) => self.linear(net),
+        }
+        if layer.norms.after() {
+            self.wide("mixer output", hidden);
+            self.fp32("mixer output norm rrms", 1);
+        }
+        self.wide("residual after mixer", hidden);
+        self.fp32("second norm rrms", 1);
+        self.wide("normed residual", hidden);
+        match &layer.mlp {
+            Mlp::Dense(mlp) => {
+                self.wide("gate", mlp.intermediate);
+                self.wide("up", mlp.intermediate);
+                self.wide("gated product", mlp.intermediate);
+            }
+            Mlp::Moe(moe) => self.moe(moe, hidden),
+        }
+        if layer.norms.after() {
+            self.wide("MLP output", hidden);
+            self.fp32("MLP output norm rrms", 1);
+        }
+    }
+}
+
+/// Sizes.
+impl ModelSpec {
+    /// The activation at a layer boundary: `T h e`.
+    pub fn boundary_bytes(&self, work: &Workload) -> Bytes {
+        Sizer::new(work).wide(self.hidden)
+    }
+
+    /// What the backward of one layer needs besides the layer's input, with one kernel an operation. See `docs/model.md` for the
+    /// table of tensors by kind of layer.
+    ///
+    /// # Panics
+    /// Where the model has no such layer.
+    pub fn saved_tensors(&self, layer: LayerIndex, work: &Workload) -> Vec<SavedTensor> {
+        let mut saved = Saved { sizer: Sizer::new(work), list: Vec::with_capacity(32) };
+        saved.layer(self.layer(layer), self.hidden);
+        saved.list
+    }
+
+    /// The sum of [`saved_tensors`](Self::saved_tensors).
+    ///
+    /// # Panics
+    /// Where the model has no such layer.
+    pub fn internals_bytes(&self, layer: LayerIndex, work: &Workload) -> Bytes {
+        self.saved_tensors(layer, work).iter().map(|tensor| tensor.bytes).sum()
+    }
+
+    /// Final norm, head and loss over `chunk_tokens` tokens at a time (at least one, at most all).
+    pub fn loss_bytes(&self, work: &Workload, chunk_tokens: u64) -> LossBytes {
+        let chunk = chunk_tokens.clamp(1, work.tokens());
+        let element = work.element_bytes() as u64;
+        let table = Bytes(chunk) * self.vocab as u64;
+        let normed = Bytes(chunk) * self.hidden as u64 * element;
+        LossBytes {
+            chunk_tokens: chunk,
+            logits: table * element,
+            workspace: table * (element + FP32) + normed * 2 + Bytes(chunk) * FP32,
+            gradient: self.boundary_bytes(work),
+        }
+    }
+}
