@@ -6,7 +6,7 @@ use lazy_model::Bytes;
 use lazy_store::NvmeMode;
 use lazy_store::durable::{DurableDir, DurableFile};
 
-use crate::files::write_bytes;
+use crate::files::{flush_all, put_bytes, write_bytes};
 use crate::layout::{Layout, StoreId, layout_file_bytes};
 use crate::record::{self, Record};
 use crate::ring::{self, Chunk, Log, Pass, Ring};
@@ -153,6 +153,7 @@ impl NvmeAdam {
         generation: u64,
     ) -> Result<Vec<u32>, OptimError> {
         let mut crcs = Vec::with_capacity(fresh.len());
+        let mut files = Vec::with_capacity(fresh.len());
         for (index, table) in fresh {
             let bucket = &self.buckets[*index];
             let slot = 1 - bucket.live;
@@ -160,9 +161,11 @@ impl NvmeAdam {
             let elements = self.layout.bucket(*index).len();
             let head = SlotHead { identity, slot, elements, table: table.clone() };
             let (bytes, crc) = head.encode();
-            write_bytes(&bucket.files[slot], 0, &bytes)?;
+            put_bytes(&bucket.files[slot], 0, &bytes)?;
             crcs.push(crc);
+            files.push(&bucket.files[slot]);
         }
+        flush_all(&files)?;
         Ok(crcs)
     }
 

@@ -42,10 +42,10 @@ pub struct TrainArgs {
     /// Seed of weights, data order and dropout [default: 1]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Learning rate at the end of the warm-up [default: 0.012]
+    /// Learning rate at the end of the warm-up [default: 0.008]
     #[arg(long, value_name = "RATE")]
     pub lr: Option<f64>,
-    /// Steps over which the learning rate rises from zero, before it falls with the root of the step; 0: constant [default: 20]
+    /// Steps over which the learning rate rises from zero, before it falls with the root of the step; 0: constant [default: 10]
     #[arg(long, value_name = "N")]
     pub warmup: Option<u64>,
     /// Decoupled weight decay of matrices [default: 0.1]
@@ -159,8 +159,8 @@ impl Default for Settings {
             batch: 8,
             seq: 64,
             seed: 1,
-            lr: 1.2e-2,
-            warmup: 20,
+            lr: 8e-3,
+            warmup: 10,
             weight_decay: 0.1,
             clip: 1.0,
             dropout: 0.0,

@@ -28,7 +28,7 @@ use crate::settings::{DeviceChoice, Settings, TrainArgs};
 use crate::stop;
 
 /// Steps of a run that is not told how many.
-const DEFAULT_STEPS: u64 = 120;
+const DEFAULT_STEPS: u64 = 100;
 /// The model that ships with the trainer.
 const DEFAULT_CONFIG: &str = include_str!("../config.json");
 /// Learning-rate groups: matrices, and vectors, which are not decayed.
