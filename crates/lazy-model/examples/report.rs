@@ -32,6 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         h2d: slower(rates.h2d),
         nvme_write: slower(rates.nvme_write),
         nvme_read: slower(rates.nvme_read),
+        ..rates
     };
     let happened = simulate(&plan, &costs(&spec, &work, links, 1.04));
     report(&spec, &sizes, &plan, &planned, &happened).write_html(File::create(out)?)?;

@@ -2,33 +2,47 @@
 //!
 //! ```json
 //! {
-//!   "version": 1,
+//!   "version": 2,
 //!   "name": "workstation",
 //!   "tiers": { "hbm_bytes": {"value": 25769803776, "source": "assumed", "by": "data sheet"} },
 //!   "links": {
 //!     "d2h_bytes_per_s": {"value": 2.4e10, "source": "measured", "by": "probe", "when": "2026-11-29"},
 //!     "h2d_bytes_per_s": {"value": 2.4e10, "source": "measured", "by": "probe", "when": "2026-11-29"},
-//!     "nvme_write_bytes_per_s": {"value": 3e9, "source": "assumed", "by": "data sheet"},
-//!     "nvme_read_bytes_per_s": {"value": 5e9, "source": "assumed", "by": "data sheet"}
+//!     "d2h_both_bytes_per_s": {"value": 2.0e10, "source": "measured", "by": "probe", "when": "2026-11-29"},
+//!     "h2d_both_bytes_per_s": {"value": 2.0e10, "source": "measured", "by": "probe", "when": "2026-11-29"}
+//!   },
+//!   "drives": {
+//!     "striped": true,
+//!     "list": [{
+//!       "name": "nvme0n1",
+//!       "write_bytes_per_s": {"value": 3e9, "source": "assumed", "by": "data sheet"},
+//!       "read_bytes_per_s": {"value": 5e9, "source": "assumed", "by": "data sheet"}
+//!     }]
+//!   },
+//!   "compute": {
+//!     "matmul_flops_per_s": {"value": 1.65e14, "source": "assumed", "by": "data sheet"},
+//!     "matmul_efficiency": {"value": 0.6, "source": "assumed", "by": "rule of thumb"},
+//!     "hbm_bytes_per_s": {"value": 1e12, "source": "assumed", "by": "data sheet"}
 //!   },
 //!   "times": null,
 //!   "optimizer_elements_per_s": null
 //! }
 //! ```
 //!
-//! Every value says whether it was measured (by what, when) or assumed (by whom). Capacities, times and the optimizer's
-//! rate may be absent; rates of the links may not.
+//! Every value says whether it was measured (by what, when) or assumed (by whom). Rates of the links may not be absent; those of
+//! NVMe follow from the drives where `links` leaves them out. Everything else may be absent. Version 1, which had neither drives nor
+//! compute nor rates under load, is read too.
 
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::Error;
 use crate::json::Object;
-use crate::timeline::{LinkRates, StepCosts};
+use crate::timeline::{Contention, LinkRates, StepCosts};
 use crate::units::{Bytes, BytesPerSecond, Seconds, Tier};
 
-/// The profile format this version reads and writes.
-pub const PROFILE_VERSION: u64 = 1;
+/// The profile format this version writes. It reads this one and the one before.
+pub const PROFILE_VERSION: u64 = 2;
 
 const DOCUMENT: &str = "hardware profile";
 
@@ -94,7 +108,7 @@ impl Tiers {
     }
 }
 
-/// Rates of the links, each alone.
+/// Rates of the links: each alone, and what they come to together where that was found.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Links {
     /// Device to host.
@@ -103,24 +117,100 @@ pub struct Links {
     /// Host to device.
     #[serde(rename = "h2d_bytes_per_s")]
     pub h2d: Marked<BytesPerSecond>,
-    /// Writes to NVMe.
+    /// Writes to NVMe, all drives together.
     #[serde(rename = "nvme_write_bytes_per_s")]
     pub nvme_write: Marked<BytesPerSecond>,
-    /// Reads from NVMe.
+    /// Reads from NVMe, all drives together.
     #[serde(rename = "nvme_read_bytes_per_s")]
     pub nvme_read: Marked<BytesPerSecond>,
+    /// Device to host while the other direction is busy; absent: as alone.
+    #[serde(rename = "d2h_both_bytes_per_s", skip_serializing_if = "Option::is_none")]
+    pub d2h_both: Option<Marked<BytesPerSecond>>,
+    /// Host to device while the other direction is busy; absent: as alone.
+    #[serde(rename = "h2d_both_bytes_per_s", skip_serializing_if = "Option::is_none")]
+    pub h2d_both: Option<Marked<BytesPerSecond>>,
+    /// What the root complex carries in all, both directions and all devices below it, drives included; absent: never the limit.
+    #[serde(rename = "shared_bytes_per_s", skip_serializing_if = "Option::is_none")]
+    pub shared: Option<Marked<BytesPerSecond>>,
+    /// Between accelerators, each direction of one of them (NVLink); absent: there is no such link.
+    #[serde(rename = "peer_bytes_per_s", skip_serializing_if = "Option::is_none")]
+    pub peer: Option<Marked<BytesPerSecond>>,
 }
 
 impl Links {
+    /// Links known only alone.
+    pub fn alone(
+        d2h: Marked<BytesPerSecond>,
+        h2d: Marked<BytesPerSecond>,
+        nvme_write: Marked<BytesPerSecond>,
+        nvme_read: Marked<BytesPerSecond>,
+    ) -> Self {
+        Links { d2h, h2d, nvme_write, nvme_read, d2h_both: None, h2d_both: None, shared: None, peer: None }
+    }
+
     /// The plain rates.
     pub fn rates(&self) -> LinkRates {
+        let value = |marked: &Option<Marked<BytesPerSecond>>| marked.as_ref().map(|m| m.value);
         LinkRates {
             d2h: self.d2h.value,
             h2d: self.h2d.value,
             nvme_write: self.nvme_write.value,
             nvme_read: self.nvme_read.value,
+            contention: Contention {
+                d2h_both: value(&self.d2h_both),
+                h2d_both: value(&self.h2d_both),
+                shared: value(&self.shared),
+            },
         }
     }
+}
+
+/// The NVMe drives that hold spilled bytes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Drives {
+    /// Bytes are spread over all of them; otherwise the first takes everything.
+    pub striped: bool,
+    /// The drives.
+    #[serde(rename = "list")]
+    pub each: Vec<Drive>,
+}
+
+/// One NVMe drive.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Drive {
+    /// A name for people.
+    pub name: String,
+    /// Sequential writes.
+    #[serde(rename = "write_bytes_per_s")]
+    pub write: Marked<BytesPerSecond>,
+    /// Sequential reads.
+    #[serde(rename = "read_bytes_per_s")]
+    pub read: Marked<BytesPerSecond>,
+}
+
+impl Drives {
+    /// Writes and reads of all drives in use: equal stripes end with the slowest drive, so `n` drives move `n` times its rate.
+    fn together(&self) -> Option<[Marked<BytesPerSecond>; 2]> {
+        let used = if self.striped { &self.each[..] } else { self.each.get(..1)? };
+        let slowest = |rate: fn(&Drive) -> &Marked<BytesPerSecond>| {
+            let slowest = used.iter().map(rate).min_by(|a, b| a.value.get().total_cmp(&b.value.get()))?;
+            let value = BytesPerSecond(slowest.value.get() * used.len() as f64);
+            Some(Marked { value, by: format!("{} drive(s): {}", used.len(), slowest.by), ..slowest.clone() })
+        };
+        Some([slowest(|d| &d.write)?, slowest(|d| &d.read)?])
+    }
+}
+
+/// What the accelerator computes: from it the times of layers that were never measured follow.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Compute {
+    /// Dense matrix products in the element type of the activations, at their best, operations a second.
+    pub matmul_flops_per_s: Marked<f64>,
+    /// The share of that which a layer's own products reach, above zero and at most one.
+    pub matmul_efficiency: Marked<f64>,
+    /// Memory bandwidth that element-wise kernels reach.
+    #[serde(rename = "hbm_bytes_per_s")]
+    pub hbm: Marked<BytesPerSecond>,
 }
 
 /// Times of one micro-batch of one model and workload, in milliseconds; the lists have an entry a layer.
@@ -151,6 +241,10 @@ pub struct HardwareProfile {
     pub tiers: Tiers,
     /// Transfer rates.
     pub links: Links,
+    /// NVMe drives, where they are listed.
+    pub drives: Option<Drives>,
+    /// Speed of arithmetic, where it is known.
+    pub compute: Option<Compute>,
     /// Times of the layers, where they were taken.
     pub times: Option<StepTimes>,
     /// Parameters the optimizer updates a second, state streamed, where known.
@@ -158,48 +252,6 @@ pub struct HardwareProfile {
 }
 
 impl HardwareProfile {
-    /// The names [`preset`](Self::preset) knows.
-    pub const PRESETS: [&str; 2] = ["reference", "h200"];
-
-    /// A profile that ships with the crate.
-    ///
-    /// - `reference`: the machine of the published placement runs: 12 GB/s each way between HBM and host, NVMe 2.83
-    ///   read and 3.35 write, a cap of 70 GiB.
-    /// - `h200`: one H200 on PCIe Gen5 x16 in a virtual machine with a virtio disk.
-    pub fn preset(name: &str) -> Option<Self> {
-        let profile = |by: &str, hbm: Bytes, host: Option<Bytes>, [h2d, d2h, write, read]: [f64; 4]| {
-            let link = |gb| Marked::assumed(BytesPerSecond::from_gb(gb), by);
-            let room = |bytes| Marked::assumed(bytes, by);
-            Self {
-                name: name.into(),
-                tiers: Tiers { hbm: Some(room(hbm)), host: host.map(room), nvme: None },
-                links: Links {
-                    d2h: link(d2h),
-                    h2d: link(h2d),
-                    nvme_write: link(write),
-                    nvme_read: link(read),
-                },
-                times: None,
-                optimizer_elements_per_s: None,
-            }
-        };
-        match name {
-            "reference" => Some(profile(
-                "published reference run",
-                Bytes::from_gib(70.0),
-                None,
-                [12.0, 12.0, 3.35, 2.83],
-            )),
-            "h200" => Some(profile(
-                "one H200 virtual machine",
-                Bytes::from_gib(139.0),
-                Some(Bytes::from_gib(125.0)),
-                [51.0, 55.0, 1.9, 1.1],
-            )),
-            _ => None,
-        }
-    }
-
     /// Costs of the layers and links for a planner; `None` where the profile has no times.
     pub fn costs(&self) -> Option<StepCosts> {
         let times = self.times.as_ref()?;
@@ -222,6 +274,8 @@ impl HardwareProfile {
             "name": self.name,
             "tiers": self.tiers,
             "links": self.links,
+            "drives": self.drives,
+            "compute": self.compute,
             "times": self.times,
             "optimizer_elements_per_s": self.optimizer_elements_per_s,
         });
@@ -238,17 +292,31 @@ impl HardwareProfile {
             serde_json::from_str(text).map_err(|source| Error::Json { document: DOCUMENT, source })?;
         let root = Object::root(DOCUMENT, &value)?;
         match need(&root, "version", root.get("version"))?.as_u64() {
-            Some(PROFILE_VERSION) => {}
+            Some(1 | PROFILE_VERSION) => {}
             _ => {
-                let problem = format!("must be {PROFILE_VERSION}, the format this version reads");
+                let problem = format!(
+                    "must be 1 or {PROFILE_VERSION}, the formats this version reads: make it again with `probe`"
+                );
                 return Err(root.error("version", problem));
             }
         }
-        root.only(&["version", "name", "tiers", "links", "times", "optimizer_elements_per_s"])?;
+        root.only(&[
+            "version",
+            "name",
+            "tiers",
+            "links",
+            "drives",
+            "compute",
+            "times",
+            "optimizer_elements_per_s",
+        ])?;
+        let drives = root.object("drives")?.map(|o| drives(&o)).transpose()?;
         Ok(Self {
             name: need(&root, "name", root.string("name")?)?.to_owned(),
             tiers: root.object("tiers")?.map_or(Ok(Tiers::default()), |o| tiers(&o))?,
-            links: links(&need(&root, "links", root.object("links")?)?)?,
+            links: links(&need(&root, "links", root.object("links")?)?, drives.as_ref())?,
+            drives,
+            compute: root.object("compute")?.map(|o| compute(&o)).transpose()?,
             times: root.object("times")?.map(|o| times(&o)).transpose()?,
             optimizer_elements_per_s: marked(&root, "optimizer_elements_per_s", rate)?,
         })
@@ -269,16 +337,68 @@ fn tiers(object: &Object<'_>) -> Result<Tiers, Error> {
     })
 }
 
-fn links(object: &Object<'_>) -> Result<Links, Error> {
-    const KEYS: [&str; 4] =
-        ["d2h_bytes_per_s", "h2d_bytes_per_s", "nvme_write_bytes_per_s", "nvme_read_bytes_per_s"];
+fn links(object: &Object<'_>, drives: Option<&Drives>) -> Result<Links, Error> {
+    const KEYS: [&str; 8] = [
+        "d2h_bytes_per_s",
+        "h2d_bytes_per_s",
+        "nvme_write_bytes_per_s",
+        "nvme_read_bytes_per_s",
+        "d2h_both_bytes_per_s",
+        "h2d_both_bytes_per_s",
+        "shared_bytes_per_s",
+        "peer_bytes_per_s",
+    ];
     object.only(&KEYS)?;
-    let link = |key| need(object, key, marked(object, key, |v| rate(v).map(BytesPerSecond))?);
+    let known = |key| marked(object, key, |v| rate(v).map(BytesPerSecond));
+    let link = |key| need(object, key, known(key)?);
+    let [write, read] = drives.and_then(Drives::together).map_or([None, None], |both| both.map(Some));
+    let nvme =
+        |key, from_drives: Option<Marked<BytesPerSecond>>| need(object, key, known(key)?.or(from_drives));
     Ok(Links {
         d2h: link(KEYS[0])?,
         h2d: link(KEYS[1])?,
-        nvme_write: link(KEYS[2])?,
-        nvme_read: link(KEYS[3])?,
+        nvme_write: nvme(KEYS[2], write)?,
+        nvme_read: nvme(KEYS[3], read)?,
+        d2h_both: known(KEYS[4])?,
+        h2d_both: known(KEYS[5])?,
+        shared: known(KEYS[6])?,
+        peer: known(KEYS[7])?,
+    })
+}
+
+fn drives(object: &Object<'_>) -> Result<Drives, Error> {
+    object.only(&["striped", "list"])?;
+    let striped = need(object, "striped", object.bool("striped")?)?;
+    let list = need(object, "list", object.list("list")?)?;
+    if list.is_empty() {
+        return Err(object.error("list", "is empty: list a drive, or leave `drives` out"));
+    }
+    let each =
+        (0..list.len()).map(|i| drive(&object.entry("list", i, &list[i])?)).collect::<Result<_, _>>()?;
+    Ok(Drives { striped, each })
+}
+
+fn drive(object: &Object<'_>) -> Result<Drive, Error> {
+    object.only(&["name", "write_bytes_per_s", "read_bytes_per_s"])?;
+    let link = |key| need(object, key, marked(object, key, |v| rate(v).map(BytesPerSecond))?);
+    Ok(Drive {
+        name: need(object, "name", object.string("name")?)?.to_owned(),
+        write: link("write_bytes_per_s")?,
+        read: link("read_bytes_per_s")?,
+    })
+}
+
+fn compute(object: &Object<'_>) -> Result<Compute, Error> {
+    object.only(&["matmul_flops_per_s", "matmul_efficiency", "hbm_bytes_per_s"])?;
+    let positive = |v: &Value| v.as_f64().filter(|&v| v > 0.0).ok_or("a number above zero");
+    let share = |v: &Value| v.as_f64().filter(|&v| v > 0.0 && v <= 1.0).ok_or("above zero and at most one");
+    let value = |key| need(object, key, marked(object, key, positive)?);
+    let hbm = value("hbm_bytes_per_s")?;
+    let efficiency = "matmul_efficiency";
+    Ok(Compute {
+        matmul_flops_per_s: value("matmul_flops_per_s")?,
+        matmul_efficiency: need(object, efficiency, marked(object, efficiency, share)?)?,
+        hbm: Marked { value: BytesPerSecond(hbm.value), source: hbm.source, by: hbm.by, when: hbm.when },
     })
 }
 

@@ -59,6 +59,15 @@ impl<'a> Object<'a> {
         }
     }
 
+    /// Entry `index` of the list under `key`, which must be an object.
+    pub(crate) fn entry(&self, key: &str, index: usize, value: &'a Value) -> Result<Object<'a>, Error> {
+        let key = format!("{key}[{index}]");
+        match value.as_object() {
+            Some(map) => Ok(Object { document: self.document, path: self.path_of(&key), map }),
+            None => Err(self.wrong_kind(&key, "an object", value)),
+        }
+    }
+
     /// The string under `key`, where there is one.
     pub(crate) fn string(&self, key: &str) -> Result<Option<&'a str>, Error> {
         self.get(key).map(|v| v.as_str().ok_or_else(|| self.wrong_kind(key, "a string", v))).transpose()

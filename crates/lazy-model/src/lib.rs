@@ -40,7 +40,7 @@
 //!     backward: vec![Seconds::from_ms(20.0); 3],
 //!     epilogue: Seconds::ZERO,
 //!     prologue_backward: Seconds::ZERO,
-//!     links: LinkRates { d2h: rate, h2d: rate, nvme_write: rate, nvme_read: rate },
+//!     links: LinkRates { d2h: rate, h2d: rate, nvme_write: rate, nvme_read: rate, ..LinkRates::default() },
 //! };
 //! let slower = simulate(&fewer, &costs).total() - simulate(&all, &costs).total();
 //! assert!((slower.as_ms() - 10.0).abs() < 1e-9);
@@ -58,10 +58,12 @@ pub mod layers;
 mod layout;
 mod load;
 pub mod perfetto;
+mod presets;
 pub mod problem;
 pub mod reference;
 pub mod report;
 pub mod schedule;
+mod sizing;
 pub mod span;
 pub mod step;
 pub mod timeline;
@@ -74,7 +76,7 @@ pub use config::{
 };
 pub use error::Error;
 pub use evaluate::{Evaluation, ExposedMs, Pool, Violation, evaluate};
-pub use hardware::{HardwareProfile, Links, Marked, Source, StepTimes, Tiers};
+pub use hardware::{Compute, Drive, Drives, HardwareProfile, Links, Marked, Source, StepTimes, Tiers};
 pub use keep::{HbmPeak, Keep, Position, evaluate_keep};
 pub use layers::{AttentionKernel, LossBytes, Parameter, SavedTensor, Workload};
 pub use load::LinkLoad;
@@ -82,6 +84,7 @@ pub use problem::{StepProblem, Verified, VerifyError};
 pub use reference::ReferenceSettings;
 pub use report::RunReport;
 pub use schedule::{Counts, Schedule};
+pub use sizing::Training;
 pub use span::{Lane, Span};
-pub use step::{StepPlan, TierBytes};
+pub use step::{StepPlan, Streamed, TierBytes, Workspaces};
 pub use units::{BoundaryIndex, Bytes, BytesPerSecond, LayerIndex, Placement, Seconds, Tier};

@@ -119,6 +119,7 @@ impl Default for ReferenceSettings {
                 h2d: BytesPerSecond::from_gb(12.0),
                 nvme_write: BytesPerSecond::from_gb(3.35),
                 nvme_read: BytesPerSecond::from_gb(2.83),
+                ..LinkRates::default()
             },
             overlap: true,
             mandatory: Mandatory::ReferenceCount,

@@ -3,11 +3,11 @@
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::step::TierBytes;
+use crate::step::{TierBytes, Transfer};
 use crate::units::{Bytes, Placement, Seconds};
 
-/// The schedule format this version reads and writes.
-pub const SCHEDULE_VERSION: u32 = 1;
+/// The schedule format this version writes. It reads this one and version 1, which had no transfers.
+pub const SCHEDULE_VERSION: u32 = 2;
 
 /// How far the transfers of a step may run beside its arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,6 +107,10 @@ pub struct Schedule {
     pub keep: Vec<bool>,
     /// Room for transfers beside arithmetic.
     pub execution: Execution,
+    /// When each of boundaries `0..N` that leaves HBM does so and comes back. Absent: as `execution` says; otherwise only its staging
+    /// buffers count.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transfers: Option<Vec<Option<Transfer>>>,
     /// Hash of the shape the schedule is for: see [`shape_hash`].
     pub shape_hash: String,
     /// Hash of the cost chain it was solved for; empty for a named plan.
@@ -148,7 +152,7 @@ pub enum ScheduleError {
     Json(#[from] serde_json::Error),
     /// Written by another version.
     #[error(
-        "the schedule has format version {found}, this program reads version {SCHEDULE_VERSION}: make it again with this version"
+        "the schedule has format version {found}, this program reads versions 1 and {SCHEDULE_VERSION}: make it again with this version"
     )]
     Version {
         /// The version it has.
@@ -183,6 +187,7 @@ impl Schedule {
             placement: vec![Placement::Hbm; layers + 1],
             keep: vec![keep; layers],
             execution: Execution::default(),
+            transfers: None,
             shape_hash: shape_hash(boundary_bytes),
             chain_hash: String::new(),
             solve: SolveRecord {
@@ -204,7 +209,7 @@ impl Schedule {
     pub fn from_json(text: &str) -> Result<Schedule, ScheduleError> {
         let value: serde_json::Value = serde_json::from_str(text)?;
         if let Some(found) = value.get("version").and_then(serde_json::Value::as_u64)
-            && found != u64::from(SCHEDULE_VERSION)
+            && !(1..=u64::from(SCHEDULE_VERSION)).contains(&found)
         {
             return Err(ScheduleError::Version { found });
         }

@@ -11,20 +11,21 @@
 //! through a staging buffer in host RAM. `recompute`: released after the forward of layer `i`; in the backward pass the
 //! boundaries skipped inside a block are recomputed from the block's first boundary without saving, then each layer
 //! runs once more, saving, just before its own backward.
+//!
+//! Layers, loss and streamed weights hold bytes too: with [`StepSizes`] that name them, kept internals, workspaces and weights get
+//! ranges like every other buffer, so the extent of HBM is all that a step holds besides what is there throughout.
+//!
+//! When transfers start and end is counted in positions of the step, see [`Transfer`].
 
-use std::collections::VecDeque;
+mod build;
+mod transfers;
+
 use std::fmt;
 
-use crate::layout::{Lifetime, lay_out};
-use crate::schedule::{Execution, Schedule};
+use crate::schedule::Schedule;
 use crate::span::Lane;
+pub use crate::step::transfers::{Transfer, TransferPlanner};
 use crate::units::{BoundaryIndex, Bytes, LayerIndex, Placement, Tier};
-
-/// Alignment of buffers in HBM: what vector loads and CUDA allocations expect.
-const HBM_ALIGNMENT: u64 = 256;
-/// Alignment of buffers in host RAM and on NVMe: a page, which suits `O_DIRECT` on drives with sectors up to that. Where a file
-/// system asks for more, the store refuses the offsets.
-const PAGE_ALIGNMENT: u64 = 4096;
 
 /// Position of a buffer in [`StepPlan::buffers`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -43,6 +44,16 @@ pub enum Content {
     Gradient(BoundaryIndex),
     /// A boundary on its way to or from NVMe.
     Staging(BoundaryIndex),
+    /// What a layer keeps from forward to backward.
+    Internals(LayerIndex),
+    /// What a layer needs while it runs; its internals included where they are not kept.
+    Workspace(LayerIndex),
+    /// What the loss needs while it runs.
+    LossWorkspace,
+    /// Weights of a layer that are streamed: their home in host RAM, or a copy in HBM.
+    Weights(LayerIndex),
+    /// Gradients of a layer's weights that are streamed: in HBM, or at home in host RAM.
+    WeightGradients(LayerIndex),
 }
 
 /// A range of one tier, live from its reservation to its release.
@@ -147,6 +158,54 @@ impl TierBytes {
     }
 }
 
+/// The most bytes that layers and loss need while they run, besides boundaries, their gradients and internals. Empty lists: none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Workspaces {
+    /// Each layer forward, whether or not it saves.
+    pub forward: Vec<Bytes>,
+    /// Each layer backward, its internals at hand; also while a layer that did not keep them makes them again.
+    pub backward: Vec<Bytes>,
+    /// Loss, forward and backward.
+    pub loss: Bytes,
+}
+
+/// Weights and gradients that live in host RAM and pass through HBM a layer at a time. Empty lists: they stay in HBM.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Streamed {
+    /// Weights of each layer: copied in before every pass over the layer.
+    pub weights: Vec<Bytes>,
+    /// Weight gradients of each layer: copied out after its backward.
+    pub gradients: Vec<Bytes>,
+}
+
+/// Sizes of everything a step moves or holds for a while.
+#[derive(Clone, Copy, Debug)]
+pub struct StepSizes<'a> {
+    /// Boundaries `0..=N`.
+    pub boundary: &'a [Bytes],
+    /// What each layer keeps where its internals are kept, `0..N`; empty: not counted.
+    pub saved: &'a [Bytes],
+    /// Layers and loss.
+    pub workspaces: &'a Workspaces,
+    /// Weights and gradients.
+    pub streamed: &'a Streamed,
+}
+
+impl StepSizes<'_> {
+    /// HBM that every plan needs at some moment beside what is there throughout: for the loss with the last boundary and its gradient, or
+    /// for the backward of the largest layer with its input and two gradients.
+    pub fn least_hbm(&self) -> Bytes {
+        let of = |list: &[Bytes], l: usize| list.get(l).copied().unwrap_or_default();
+        let layer = |l: usize| {
+            let boundaries = of(self.boundary, l) * 2 + of(self.boundary, l + 1);
+            boundaries + of(self.saved, l) + of(&self.workspaces.backward, l)
+        };
+        let layers = self.boundary.len().saturating_sub(1);
+        let loss = of(self.boundary, layers) * 2 + self.workspaces.loss;
+        (0..layers).map(layer).fold(loss, Bytes::max)
+    }
+}
+
 /// A step, ready to be simulated or carried out. As [`StepPlan::new`] makes it, every buffer is reserved once before its first
 /// task and released once after its last.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -157,6 +216,7 @@ pub struct StepPlan {
     pub ops: Vec<Op>,
     /// Bytes each tier needs for the buffers, whatever the timing.
     pub extents: TierBytes,
+    waits: Vec<Vec<TaskId>>,
 }
 
 /// Why a schedule cannot be carried out.
@@ -184,31 +244,67 @@ pub enum StepError {
     /// The last boundary feeds the loss at once.
     #[error("boundary {0} is the last one and feeds the loss at once: its placement must be hbm")]
     LastNotInHbm(BoundaryIndex),
+    /// Sizes of layers for another number of layers.
+    #[error("there are sizes of {found} layers, the schedule is for {layers}: give one for each")]
+    Sizes {
+        /// Sizes found.
+        found: usize,
+        /// Layers of the schedule.
+        layers: usize,
+    },
+    /// A transfer at a position at which it cannot happen.
+    #[error("the schedule's transfer of boundary {boundary} {problem}: solve again")]
+    Transfer {
+        /// The boundary.
+        boundary: BoundaryIndex,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
     /// Sizes that no address can express.
     #[error("the buffers in {0} add up to more than 2^64 bytes: check the boundary sizes")]
     TooLarge(Tier),
 }
 
 impl StepPlan {
-    /// Derives the list of `schedule` for boundaries of the given sizes (`N + 1` of them).
+    /// Derives the list of `schedule` for boundaries of the given sizes (`N + 1` of them) and nothing else that takes memory.
+    ///
+    /// # Errors
+    /// As [`StepPlan::with_sizes`].
+    pub fn new(schedule: &Schedule, boundary_bytes: &[Bytes]) -> Result<StepPlan, StepError> {
+        let sizes = StepSizes {
+            boundary: boundary_bytes,
+            saved: &[],
+            workspaces: &Workspaces::default(),
+            streamed: &Streamed::default(),
+        };
+        StepPlan::with_sizes(schedule, &sizes)
+    }
+
+    /// Derives the list of `schedule` for a step of the given sizes.
     ///
     /// # Errors
     /// When schedule and sizes do not belong together, when boundary 0 is to be recomputed or the last boundary is not in
-    /// HBM, and when the sizes add up to more than 64 bits hold.
-    pub fn new(schedule: &Schedule, boundary_bytes: &[Bytes]) -> Result<StepPlan, StepError> {
+    /// HBM, when a transfer is to happen where it cannot, and when the sizes add up to more than 64 bits hold.
+    pub fn with_sizes(schedule: &Schedule, sizes: &StepSizes<'_>) -> Result<StepPlan, StepError> {
         let layers = schedule.layers;
         let boundaries = layers.checked_add(1);
         if layers == 0
             || boundaries != Some(schedule.placement.len())
             || schedule.keep.len() != layers
-            || boundaries != Some(boundary_bytes.len())
+            || boundaries != Some(sizes.boundary.len())
         {
             return Err(StepError::Shape {
                 layers,
                 placements: schedule.placement.len(),
                 keeps: schedule.keep.len(),
-                boundaries: boundary_bytes.len(),
+                boundaries: sizes.boundary.len(),
             });
+        }
+        let (spaces, streamed) = (sizes.workspaces, sizes.streamed);
+        let lists = [&spaces.forward, &spaces.backward, &streamed.weights, &streamed.gradients];
+        let lengths = lists.iter().map(|list| list.len()).chain([sizes.saved.len()]);
+        if let Some(found) = lengths.into_iter().find(|&n| n != 0 && n != layers) {
+            return Err(StepError::Sizes { found, layers });
         }
         if schedule.placement[0] == Placement::Recompute {
             return Err(StepError::FirstRecomputed);
@@ -216,7 +312,9 @@ impl StepPlan {
         if schedule.placement[layers] != Placement::Hbm {
             return Err(StepError::LastNotInHbm(BoundaryIndex(layers)));
         }
-        Builder::new(schedule, boundary_bytes).build()
+        let mut plan = build::build(schedule, sizes)?;
+        plan.waits = plan.derive_waits();
+        Ok(plan)
     }
 
     /// The tasks in list order; [`TaskId`] is the position in this sequence.
@@ -244,14 +342,21 @@ impl StepPlan {
             Work::Copy => match task.reads.first().map(|&id| self.buffer(id).content) {
                 Some(Content::Boundary(i) | Content::Staging(i)) => format!("boundary {i} {}", task.lane),
                 Some(Content::Gradient(i)) => format!("gradient {i} {}", task.lane),
-                None => format!("copy {}", task.lane),
+                Some(Content::Weights(l)) => format!("weights {l} {}", task.lane),
+                Some(Content::WeightGradients(l)) => format!("weight gradients {l} {}", task.lane),
+                Some(Content::Internals(l) | Content::Workspace(l)) => format!("layer {l} {}", task.lane),
+                Some(Content::LossWorkspace) | None => format!("copy {}", task.lane),
             },
         }
     }
 
     /// For every task, the earlier tasks it has to wait for: the writers of what it reads, the users of what it
     /// overwrites (earlier owners of the same range included), and the one it is paced by.
-    pub fn waits(&self) -> Vec<Vec<TaskId>> {
+    pub fn waits(&self) -> &[Vec<TaskId>] {
+        &self.waits
+    }
+
+    fn derive_waits(&self) -> Vec<Vec<TaskId>> {
         let mut users = RangeUsers::default();
         let mut state: Vec<Hazards> = vec![Hazards::default(); self.buffers.len()];
         let mut all = Vec::new();
@@ -324,288 +429,6 @@ impl RangeUsers {
         }
         self.ranges = rest;
         tasks
-    }
-}
-
-/// Buffers that are released in the order they came once more than `limit` are held: the room for transfers in flight.
-struct Ring {
-    limit: usize,
-    held: VecDeque<BufferId>,
-}
-
-impl Ring {
-    fn new(limit: usize) -> Self {
-        Ring { limit, held: VecDeque::new() }
-    }
-}
-
-struct Builder<'a> {
-    schedule: &'a Schedule,
-    execution: Execution,
-    boundary_bytes: &'a [Bytes],
-    buffers: Vec<Buffer>,
-    ops: Vec<Op>,
-    tasks: usize,
-    last_compute: Option<TaskId>,
-    /// HBM buffer that holds boundary `i` now, if one does.
-    in_hbm: Vec<Option<BufferId>>,
-    /// Host or NVMe buffer that holds boundary `i` now, if one does.
-    away: Vec<Option<BufferId>>,
-    leaving: Ring,
-    staging_out: Ring,
-    staging_in: Ring,
-}
-
-impl<'a> Builder<'a> {
-    fn new(schedule: &'a Schedule, boundary_bytes: &'a [Bytes]) -> Self {
-        let execution = schedule.execution;
-        Builder {
-            schedule,
-            execution,
-            boundary_bytes,
-            buffers: Vec::new(),
-            ops: Vec::new(),
-            tasks: 0,
-            last_compute: None,
-            in_hbm: vec![None; boundary_bytes.len()],
-            away: vec![None; boundary_bytes.len()],
-            leaving: Ring::new(execution.writes_in_flight),
-            // A ring of n buffers holds n - 1 of them while the next one is filled.
-            staging_out: Ring::new(execution.staging_buffers.saturating_sub(1)),
-            staging_in: Ring::new(execution.staging_buffers.saturating_sub(1)),
-        }
-    }
-
-    fn build(mut self) -> Result<StepPlan, StepError> {
-        self.forward();
-        let gradient = self.turn();
-        self.backward(gradient);
-        let extents = self.lay_out()?;
-        Ok(StepPlan { buffers: self.buffers, ops: self.ops, extents })
-    }
-
-    fn reserve(&mut self, content: Content, tier: Tier) -> BufferId {
-        let (Content::Boundary(i) | Content::Gradient(i) | Content::Staging(i)) = content;
-        let id = BufferId(self.buffers.len());
-        self.buffers.push(Buffer { content, tier, bytes: self.boundary_bytes[i.get()], offset: 0 });
-        self.ops.push(Op::Reserve(id));
-        id
-    }
-
-    fn release(&mut self, id: BufferId) {
-        self.ops.push(Op::Release(id));
-    }
-
-    /// Hands `id` to a ring, which gives up its oldest buffer when it holds too many.
-    fn retire(&mut self, ring: fn(&mut Self) -> &mut Ring, id: BufferId) {
-        let ring = ring(self);
-        ring.held.push_back(id);
-        if ring.held.len() > ring.limit
-            && let Some(oldest) = ring.held.pop_front()
-        {
-            self.release(oldest);
-        }
-    }
-
-    fn flush(&mut self, ring: fn(&mut Self) -> &mut Ring) {
-        for id in std::mem::take(&mut ring(self).held) {
-            self.release(id);
-        }
-    }
-
-    fn run(
-        &mut self,
-        work: Work,
-        lane: Lane,
-        reads: &[BufferId],
-        writes: &[BufferId],
-        after: Option<TaskId>,
-    ) -> TaskId {
-        let bytes = match work {
-            Work::Copy => self.buffers[writes[0].0].bytes,
-            _ => Bytes::ZERO,
-        };
-        let id = TaskId(self.tasks);
-        self.tasks += 1;
-        if lane == Lane::Compute {
-            self.last_compute = Some(id);
-        }
-        self.ops.push(Op::Run(Task {
-            work,
-            lane,
-            reads: reads.to_vec(),
-            writes: writes.to_vec(),
-            after,
-            bytes,
-        }));
-        id
-    }
-
-    fn compute(&mut self, work: Work, reads: &[BufferId], writes: &[BufferId]) {
-        self.run(work, Lane::Compute, reads, writes, None);
-    }
-
-    fn forward(&mut self) {
-        let mut current = self.reserve(Content::Boundary(BoundaryIndex(0)), Tier::Hbm);
-        self.compute(Work::Prologue, &[], &[current]);
-        for l in 0..self.schedule.layers {
-            let layer = LayerIndex(l);
-            let placement = self.schedule.placement[l];
-            self.send_away(layer.input(), placement, current);
-            let output = self.reserve(Content::Boundary(layer.output()), Tier::Hbm);
-            let keep = self.schedule.keep[l];
-            self.compute(Work::Forward { layer, keep }, &[current], &[output]);
-            match placement {
-                Placement::Hbm => self.in_hbm[l] = Some(current),
-                Placement::Recompute => self.release(current),
-                Placement::Host | Placement::Nvme => self.retire(|b| &mut b.leaving, current),
-            }
-            current = output;
-        }
-        self.in_hbm[self.schedule.layers] = Some(current);
-        self.flush(|b| &mut b.leaving);
-        self.flush(|b| &mut b.staging_out);
-    }
-
-    /// Copies boundary `i` out of HBM if that is where it goes.
-    fn send_away(&mut self, i: BoundaryIndex, placement: Placement, from: BufferId) {
-        match placement {
-            Placement::Hbm | Placement::Recompute => {}
-            Placement::Host => {
-                let copy = self.reserve(Content::Boundary(i), Tier::Host);
-                self.run(Work::Copy, Lane::D2h, &[from], &[copy], None);
-                self.away[i.get()] = Some(copy);
-            }
-            Placement::Nvme => {
-                let staging = self.reserve(Content::Staging(i), Tier::Host);
-                self.run(Work::Copy, Lane::D2h, &[from], &[staging], None);
-                let copy = self.reserve(Content::Boundary(i), Tier::Nvme);
-                self.run(Work::Copy, Lane::NvmeWrite, &[staging], &[copy], None);
-                self.retire(|b| &mut b.staging_out, staging);
-                self.away[i.get()] = Some(copy);
-            }
-        }
-    }
-
-    /// Brings boundary `i` back to HBM, not before the last task submitted to the compute lane so far has ended.
-    fn bring_back(&mut self, i: BoundaryIndex) {
-        let Some(copy) = self.away[i.get()].take() else { return };
-        let pace = self.last_compute;
-        let target = self.reserve(Content::Boundary(i), Tier::Hbm);
-        if self.buffers[copy.0].tier == Tier::Nvme {
-            let staging = self.reserve(Content::Staging(i), Tier::Host);
-            self.run(Work::Copy, Lane::NvmeRead, &[copy], &[staging], pace);
-            self.run(Work::Copy, Lane::H2d, &[staging], &[target], None);
-            self.retire(|b| &mut b.staging_in, staging);
-        } else {
-            self.run(Work::Copy, Lane::H2d, &[copy], &[target], pace);
-        }
-        self.release(copy);
-        self.in_hbm[i.get()] = Some(target);
-    }
-
-    /// Blocks in backward order: `(source, end)` with the source saved and everything between to be recomputed.
-    fn blocks(&self) -> Vec<(usize, usize)> {
-        let mut blocks = Vec::new();
-        let mut end = self.schedule.layers;
-        for i in (0..self.schedule.layers).rev() {
-            if self.schedule.placement[i] != Placement::Recompute {
-                blocks.push((i, end));
-                end = i;
-            }
-        }
-        blocks
-    }
-
-    /// Issues the reads that are due when block number `block` (in backward order; 0 also stands for the turn) starts.
-    fn read_ahead(&mut self, blocks: &[(usize, usize)], next: &mut usize, block: usize) {
-        while *next < blocks.len() && *next <= block {
-            self.bring_back(BoundaryIndex(blocks[*next].0));
-            *next += 1;
-        }
-    }
-
-    fn turn(&mut self) -> BufferId {
-        let blocks = self.blocks();
-        let mut next = 0;
-        if let Some(last) = self.execution.prefetch.checked_sub(1) {
-            self.read_ahead(&blocks, &mut next, last);
-        }
-        let n = self.schedule.layers;
-        let gradient = self.reserve(Content::Gradient(BoundaryIndex(n)), Tier::Hbm);
-        if let Some(last) = self.in_hbm[n].take() {
-            self.compute(Work::Epilogue, &[last], &[gradient]);
-            self.release(last);
-        }
-        gradient
-    }
-
-    fn backward(&mut self, mut gradient: BufferId) {
-        let blocks = self.blocks();
-        let mut next = self.execution.prefetch.min(blocks.len());
-        for (number, &(source, end)) in blocks.iter().enumerate() {
-            self.read_ahead(&blocks, &mut next, number.saturating_add(self.execution.prefetch));
-            for l in source..end - 1 {
-                let output = self.reserve(Content::Boundary(BoundaryIndex(l + 1)), Tier::Hbm);
-                if let Some(input) = self.in_hbm[l] {
-                    self.compute(Work::Recompute(LayerIndex(l)), &[input], &[output]);
-                }
-                self.in_hbm[l + 1] = Some(output);
-            }
-            for l in (source..end).rev() {
-                let layer = LayerIndex(l);
-                let below = self.reserve(Content::Gradient(layer.input()), Tier::Hbm);
-                if let Some(input) = self.in_hbm[l].take() {
-                    let kept = self.schedule.keep[l];
-                    self.compute(Work::Backward { layer, kept }, &[input, gradient], &[below]);
-                    self.release(input);
-                }
-                self.release(gradient);
-                gradient = below;
-            }
-        }
-        self.compute(Work::PrologueBackward, &[gradient], &[]);
-        self.release(gradient);
-        self.flush(|b| &mut b.staging_in);
-    }
-
-    /// Gives every buffer its offset; returns the extent of each tier.
-    fn lay_out(&mut self) -> Result<TierBytes, StepError> {
-        let mut lifetimes = vec![(0, 0); self.buffers.len()];
-        for (at, op) in self.ops.iter().enumerate() {
-            match op {
-                Op::Reserve(id) => lifetimes[id.0].0 = at,
-                Op::Release(id) => lifetimes[id.0].1 = at,
-                Op::Run(_) => {}
-            }
-        }
-        let mut extents = TierBytes::default();
-        for tier in Tier::ALL {
-            let alignment = if tier == Tier::Hbm { HBM_ALIGNMENT } else { PAGE_ALIGNMENT };
-            let members: Vec<usize> =
-                (0..self.buffers.len()).filter(|&b| self.buffers[b].tier == tier).collect();
-            // No offset exceeds this sum, so nothing below overflows.
-            members
-                .iter()
-                .try_fold(0u64, |sum, &b| {
-                    sum.checked_add(self.buffers[b].bytes.get().checked_next_multiple_of(alignment)?)
-                })
-                .ok_or(StepError::TooLarge(tier))?;
-            let requests: Vec<Lifetime> = members
-                .iter()
-                .map(|&b| Lifetime {
-                    from: lifetimes[b].0,
-                    to: lifetimes[b].1,
-                    bytes: self.buffers[b].bytes.align_up(alignment),
-                })
-                .collect();
-            let (offsets, extent) = lay_out(&requests);
-            for (&b, offset) in members.iter().zip(offsets) {
-                self.buffers[b].offset = offset;
-            }
-            *extents.get_mut(tier) = extent;
-        }
-        Ok(extents)
     }
 }
 

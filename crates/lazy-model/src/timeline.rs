@@ -1,6 +1,8 @@
 //! The time line of a step: a discrete-event simulation of a [`StepPlan`] on given costs, and what can be read from a time
 //! line, simulated or measured: time exposed by each link, bytes live in each tier over time.
 
+mod engine;
+
 use crate::schedule::ExposedSeconds;
 use crate::span::{Lane, Span};
 use crate::step::{Op, StepPlan, Task, Work};
@@ -25,8 +27,8 @@ pub struct StepCosts {
     pub links: LinkRates,
 }
 
-/// Transfer rates of the four links.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// Transfer rates of the four links, and what becomes of them when several are busy.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LinkRates {
     /// Device to host.
     pub d2h: BytesPerSecond,
@@ -36,6 +38,19 @@ pub struct LinkRates {
     pub nvme_write: BytesPerSecond,
     /// Reads from NVMe.
     pub nvme_read: BytesPerSecond,
+    /// Rates when several are busy at once.
+    pub contention: Contention,
+}
+
+/// What links come to when several are busy; what is absent is no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Contention {
+    /// Device to host while host to device is busy.
+    pub d2h_both: Option<BytesPerSecond>,
+    /// Host to device while device to host is busy.
+    pub h2d_both: Option<BytesPerSecond>,
+    /// All four links together: the root complex that all their bytes pass.
+    pub shared: Option<BytesPerSecond>,
 }
 
 impl StepCosts {
@@ -70,37 +85,33 @@ pub struct Timeline {
 }
 
 /// Runs `plan` on `costs`: every lane is an ordered queue, a task starts when its lane is free and all tasks it waits for
-/// have ended.
+/// have ended. Transfers that run at once slow each other down as [`Contention`] says.
 ///
 /// # Panics
 /// When `costs` has fewer layers than `plan`.
 pub fn simulate(plan: &StepPlan, costs: &StepCosts) -> Timeline {
-    let waits = plan.waits();
-    let mut free_at = [Seconds::ZERO; Lane::ALL.len()];
-    let mut spans: Vec<Span> = Vec::with_capacity(waits.len());
-    for (task, waits) in plan.tasks().zip(&waits) {
-        let lane = task.lane as usize;
-        let mut start = free_at[lane];
-        let mut blocked_on = None;
-        for wait in waits {
-            let other = &spans[wait.0];
-            if other.end > start {
-                start = other.end;
-                blocked_on = (other.lane != task.lane).then_some(wait.0);
-            }
-        }
-        let end = start + costs.of(task);
-        free_at[lane] = end;
-        spans.push(Span {
+    let pass = engine::run(plan, costs);
+    let spans = plan
+        .tasks()
+        .enumerate()
+        .map(|(t, task)| Span {
             name: plan.name(task),
             lane: task.lane,
-            start,
-            end,
+            start: Seconds(pass.start[t]),
+            end: Seconds(pass.end[t]),
             bytes: task.bytes,
-            blocked_on,
-        });
-    }
+            blocked_on: pass.blocked_on[t],
+        })
+        .collect();
     Timeline { spans }
+}
+
+/// What [`Timeline::total`] of a simulation would be, without making the spans.
+///
+/// # Panics
+/// When `costs` has fewer layers than `plan`.
+pub fn step_time(plan: &StepPlan, costs: &StepCosts) -> Seconds {
+    Seconds(engine::run(plan, costs).end.into_iter().fold(0.0, f64::max))
 }
 
 impl Timeline {
@@ -258,7 +269,13 @@ mod tests {
             backward: vec![Seconds::from_ms(20.0); layers],
             epilogue: Seconds::ZERO,
             prologue_backward: Seconds::ZERO,
-            links: LinkRates { d2h: rate, h2d: rate, nvme_write: rate, nvme_read: rate },
+            links: LinkRates {
+                d2h: rate,
+                h2d: rate,
+                nvme_write: rate,
+                nvme_read: rate,
+                ..LinkRates::default()
+            },
         };
         let timeline = simulate(&plan, &costs);
         (plan, timeline)

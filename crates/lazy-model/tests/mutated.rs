@@ -3,7 +3,8 @@
 
 use lazy_model::step::StepPlan;
 use lazy_model::{
-    Bytes, CostChain, HardwareProfile, LayerIndex, ModelSpec, Schedule, StepProblem, TierBytes, Workload,
+    Bytes, CostChain, HardwareProfile, LayerIndex, ModelSpec, Schedule, StepProblem, Streamed, TierBytes,
+    Workload, Workspaces,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -115,6 +116,8 @@ fn verify(profile: &HardwareProfile, schedule: &Schedule) {
     let problem = StepProblem {
         boundary_bytes: vec![Bytes(4096); 5],
         saved_bytes: vec![Bytes(8192); 4],
+        workspaces: Workspaces::default(),
+        streamed: Streamed::default(),
         costs,
         micro_batches: 1,
         optimizer: lazy_model::Seconds::ZERO,
@@ -178,7 +181,7 @@ proptest! {
     #[test]
     fn schedules(text in mutated(leak(schedule()))) {
         if let Ok(read) = Schedule::from_json(&text) {
-            let _ = StepPlan::new(&read, &[Bytes(4096); 5]).map(|plan| plan.waits());
+            let _ = StepPlan::new(&read, &[Bytes(4096); 5]).map(|plan| plan.waits().len());
             verify(&HardwareProfile::from_json(&profile()).unwrap(), &read);
         }
     }

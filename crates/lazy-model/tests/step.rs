@@ -51,7 +51,7 @@ fn costs(times: &[f64], rates: [f64; 4], layers: usize) -> StepCosts {
         backward: list(21),
         epilogue: time(31),
         prologue_backward: time(32),
-        links: LinkRates { d2h, h2d, nvme_write, nvme_read },
+        links: LinkRates { d2h, h2d, nvme_write, nvme_read, ..LinkRates::default() },
     }
 }
 

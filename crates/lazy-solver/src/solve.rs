@@ -129,6 +129,7 @@ impl Solution {
             placement: self.placement.clone()?,
             keep: vec![false; chain.layers],
             execution: Execution::default(),
+            transfers: None,
             shape_hash: shape_hash(&chain.boundary_bytes),
             chain_hash: chain.hash(),
             solve: SolveRecord {

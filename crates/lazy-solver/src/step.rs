@@ -50,7 +50,7 @@ pub enum StepFailure {
     Solver(#[from] SolverError),
     /// A tier's cap does not even hold what is there whatever goes where.
     #[error(
-"the {tier} cap is {budget}, but {fixed} are needed before any boundary is placed: raise it (`--{tier}-mib`) above {} MiB, or \
+        "the {tier} cap is {budget}, but {fixed} are needed before any boundary is placed: raise it (`--{tier}-mib`) above {} MiB, or \
          make batch or sequence smaller", fixed.mib_rounded_up()
     )]
     Fixed {
@@ -97,8 +97,9 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
     let mut room = TierBytes::default();
     for tier in Tier::ALL {
         let (budget, fixed) = (problem.budgets.get(tier), problem.fixed.get(tier));
-        if budget < fixed {
-            return Err(StepFailure::Fixed { tier, budget, fixed });
+        let least = if tier == Tier::Hbm { problem.sizes().least_hbm() } else { Bytes::ZERO };
+        if budget < fixed + least {
+            return Err(StepFailure::Fixed { tier, budget, fixed: fixed + least });
         }
         *room.get_mut(tier) = budget - fixed;
     }
@@ -211,17 +212,20 @@ fn no_placement(problem: &StepProblem, solution: &Solution, room: TierBytes) -> 
 #[cfg(test)]
 mod tests {
     use lazy_model::timeline::{LinkRates, StepCosts};
-    use lazy_model::{BytesPerSecond, Seconds};
+    use lazy_model::{BytesPerSecond, Seconds, Streamed, Workspaces};
 
     use super::*;
 
-    /// Eight layers of one page a boundary; boundaries in HBM cost nothing, everything else does.
+    /// Eight layers of one page a boundary, in `hbm_pages` besides the internals of one; boundaries in HBM cost nothing, everything else
+    /// does.
     fn problem(hbm_pages: u64, forward_ms: &[f64]) -> StepProblem {
         let rate = BytesPerSecond(4e6);
         let times = |factor: f64| forward_ms.iter().map(|ms| Seconds::from_ms(ms * factor)).collect();
         StepProblem {
             boundary_bytes: vec![Bytes(4096); 9],
             saved_bytes: vec![Bytes(40_960); 8],
+            workspaces: Workspaces::default(),
+            streamed: Streamed::default(),
             costs: StepCosts {
                 prologue: Seconds::ZERO,
                 forward: times(1.0),
@@ -229,12 +233,22 @@ mod tests {
                 backward: times(2.0),
                 epilogue: Seconds::ZERO,
                 prologue_backward: Seconds::ZERO,
-                links: LinkRates { d2h: rate, h2d: rate, nvme_write: rate, nvme_read: rate },
+                links: LinkRates {
+                    d2h: rate,
+                    h2d: rate,
+                    nvme_write: rate,
+                    nvme_read: rate,
+                    ..LinkRates::default()
+                },
             },
             micro_batches: 1,
             optimizer: Seconds::ZERO,
             fixed: TierBytes::default(),
-            budgets: TierBytes { hbm: Bytes(4096) * hbm_pages, host: Bytes(1 << 20), nvme: Bytes::ZERO },
+            budgets: TierBytes {
+                hbm: Bytes(4096) * (hbm_pages + 10),
+                host: Bytes(1 << 20),
+                nvme: Bytes::ZERO,
+            },
             max_segment: 4,
         }
     }
@@ -246,7 +260,7 @@ mod tests {
         for forward_ms in [[0.1; 8], [1.0; 8], [0.3, 2.0, 0.3, 2.0, 0.3, 2.0, 0.3, 2.0]] {
             let found = solve_step(&problem(4, &forward_ms), &StepOptions::default());
             let found = found.unwrap_or_else(|e| panic!("{forward_ms:?}: {e}"));
-            assert!(found.verified.promise.peak_bytes.hbm <= Bytes(4096) * 4);
+            assert!(found.verified.promise.peak_bytes.hbm <= Bytes(4096) * 14);
         }
     }
 

@@ -1,6 +1,9 @@
 //! From a model, a profile and caps to a verified schedule.
 
-use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Tier, TierBytes, Verified};
+use lazy_model::step::StepSizes;
+use lazy_model::{
+    Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Streamed, Tier, TierBytes, Verified, Workspaces,
+};
 use lazy_optim_nvme::{AdamOptions, NvmeAdam};
 use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
@@ -55,7 +58,8 @@ pub fn problem(
     })?;
     let fixed = fixed(model, settings, adam);
     let defaults = if plan == "auto" {
-        default_budgets(n as u64, boundary, fixed, prefetch.blocks().unwrap_or(0) as u64)
+        let least = least(model, settings, adam);
+        default_budgets(n as u64, boundary, least, prefetch.blocks().unwrap_or(0) as u64)
     } else {
         TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN }
     };
@@ -65,6 +69,8 @@ pub fn problem(
     Ok(StepProblem {
         boundary_bytes: vec![boundary; n + 1],
         saved_bytes: layers.iter().map(|l| l.saved_bytes()).collect(),
+        workspaces: workspaces(model, settings),
+        streamed: Streamed::default(),
         costs,
         micro_batches: settings.accum,
         optimizer: optimizer_time(profile, model.decoder.spec().total_parameters()),
@@ -74,22 +80,42 @@ pub fn problem(
     })
 }
 
-/// What a step holds whatever is placed where.
+/// What a step holds throughout, whatever is placed where.
 fn fixed(model: &TrainedModel, settings: &Settings, adam: &AdamOptions) -> TierBytes {
     let shape = settings.shape();
-    let boundary = model.boundary_bytes();
     let declared = model.decoder.declared(shape.batch, shape.seq);
-    // A recomputed layer's graph holds its input and output besides the declared internals.
-    let running = declared.layer_internals_total()
-        + boundary
-        + boundary
-        + declared.layer_gradients
-        + declared.layer_workspace;
     TierBytes {
-        hbm: declared.weights + declared.gradients + running.max(declared.loss_workspace),
+        hbm: declared.weights + declared.gradients,
         host: NvmeAdam::ring_bytes(adam),
         nvme: Bytes::ZERO,
     }
+}
+
+/// What layers and loss need while they run.
+fn workspaces(model: &TrainedModel, settings: &Settings) -> Workspaces {
+    let shape = settings.shape();
+    let declared = model.decoder.declared(shape.batch, shape.seq);
+    let layers = model.layers().len();
+    // A layer that is run for its output alone holds, one after the other, what its graph would keep.
+    let forward = declared.layer_internals_total() + model.boundary_bytes() * 2 + declared.layer_workspace;
+    Workspaces {
+        forward: vec![forward; layers],
+        backward: vec![declared.layer_gradients + declared.layer_workspace; layers],
+        loss: declared.loss_workspace,
+    }
+}
+
+/// What a step holds at the least, whatever is placed where.
+fn least(model: &TrainedModel, settings: &Settings, adam: &AdamOptions) -> TierBytes {
+    let layers = model.layers();
+    let sizes = StepSizes {
+        boundary: &vec![model.boundary_bytes(); layers.len() + 1],
+        saved: &layers.iter().map(|l| l.saved_bytes()).collect::<Vec<_>>(),
+        workspaces: &workspaces(model, settings),
+        streamed: &Streamed::default(),
+    };
+    let fixed = fixed(model, settings, adam);
+    TierBytes { hbm: fixed.hbm + sizes.least_hbm(), ..fixed }
 }
 
 /// Refuses, before anything is measured, caps that are no sizes and steps that no plan can make fit.
@@ -102,7 +128,7 @@ pub fn check_room(
     adam: &AdamOptions,
     budgets: &BudgetArgs,
 ) -> Result<()> {
-    let fixed = fixed(model, settings, adam);
+    let fixed = least(model, settings, adam);
     for tier in Tier::ALL {
         if let Some(budget) = budgets.cap(tier).map_err(TrainError::Usage)?
             && budget < fixed.get(tier)
@@ -145,12 +171,12 @@ fn total_memory() -> Option<Bytes> {
 
 /// Caps into which the activations do not fit, so that a first run shows all tiers at work: HBM for a third of the boundaries and
 /// what a step holds beside them (read-ahead that was asked for included), host RAM for a quarter and staging, NVMe for a sixth; the rest has to be recomputed.
-fn default_budgets(layers: u64, boundary: Bytes, fixed: TierBytes, prefetch: u64) -> TierBytes {
+fn default_budgets(layers: u64, boundary: Bytes, least: TierBytes, prefetch: u64) -> TierBytes {
     let room = |boundaries: u64| Bytes(boundary.align_up(4096).get() * boundaries);
     TierBytes {
-        hbm: fixed.hbm + room((layers / 3 + 3).max(6) + prefetch),
-        host: fixed.host + room(layers / 4 + 1),
-        nvme: fixed.nvme + room((layers / 6).max(1)),
+        hbm: least.hbm + room((layers / 3 + 3).max(6) + prefetch),
+        host: least.host + room(layers / 4 + 1),
+        nvme: least.nvme + room((layers / 6).max(1)),
     }
 }
 

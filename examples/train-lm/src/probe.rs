@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::time::{Instant, SystemTime};
 
-use lazy_model::{Bytes, HardwareProfile, LayerIndex, Links, Marked, Seconds, StepTimes, Tiers};
+use lazy_model::{
+    Bytes, BytesPerSecond, HardwareProfile, LayerIndex, Links, Marked, Seconds, StepTimes, Tiers,
+};
 use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
 use lazy_runtime::{Context, Phase};
 use lazy_store::{BackendChoice, DirectChoice, LinkLimits, NvmeOptions, Store, StoreOptions};
@@ -37,6 +39,8 @@ pub fn probe(
         name: "this machine".into(),
         tiers: Tiers::default(),
         links,
+        drives: None,
+        compute: None,
         times: Some(times),
         optimizer_elements_per_s: Some(Marked::measured(rate, "trial optimizer steps", &when)),
     })
@@ -148,12 +152,8 @@ fn link_rates(boundary: Bytes, spill: &Path, limits: LinkLimits, when: &str) -> 
     })?;
     let rates = store.probe_links(boundary)?;
     let marked = |rate| Marked::measured(rate, "copies of one boundary", when);
-    Ok(Links {
-        d2h: marked(rates.d2h),
-        h2d: marked(rates.h2d),
-        nvme_write: marked(rates.nvme_write.unwrap_or_default()),
-        nvme_read: marked(rates.nvme_read.unwrap_or_default()),
-    })
+    let nvme = |rate: Option<BytesPerSecond>| marked(rate.unwrap_or_default());
+    Ok(Links::alone(marked(rates.d2h), marked(rates.h2d), nvme(rates.nvme_write), nvme(rates.nvme_read)))
 }
 
 /// A spill file in `dir`, with the best back end and cache mode to be had there.

@@ -494,8 +494,6 @@ impl<'a> Run<'a> {
         for tier in Tier::ALL {
             *peaks.get_mut(tier) += store.peak(tier);
         }
-        let kept = self.problem.saved_bytes.iter().zip(&self.chosen.schedule.keep);
-        peaks.hbm += kept.filter(|(_, keep)| **keep).map(|(b, _)| *b).sum();
         peaks
     }
 

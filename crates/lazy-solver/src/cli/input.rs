@@ -7,7 +7,7 @@ use lazy_model::problem::StepProblem;
 use lazy_model::schedule::Promise;
 use lazy_model::step::TierBytes;
 use lazy_model::{
-    Bytes, CostChain, HardwareProfile, LayerIndex, ModelSpec, Schedule, Seconds, Tier, VerifyError, Workload,
+    CostChain, HardwareProfile, ModelSpec, Schedule, Seconds, Tier, Training, VerifyError, Workload,
 };
 use lazy_solver::step::{StepFailure, StepOptions, solve_step};
 use lazy_solver::{Method, Solution, Status, solve};
@@ -114,20 +114,6 @@ fn step_problem(args: &Args, path: &Path) -> Result<StepProblem, String> {
     let work = Workload::new(batch, seq, args.element_bytes).map_err(|e| e.to_string())?;
     let profile = HardwareProfile::from_json(&read(profile_path)?)
         .map_err(|e| format!("{}: {e}", profile_path.display()))?;
-    let layers = model.layers();
-    let costs = profile.costs().ok_or_else(|| {
-        format!(
-            "{}: the profile has no `times`; give one with the times of this model's layers",
-            profile_path.display()
-        )
-    })?;
-    if costs.forward.len() != layers {
-        return Err(format!(
-            "{}: the profile has times of {} layers, the model has {layers}",
-            profile_path.display(),
-            costs.forward.len()
-        ));
-    }
     let budget = |tier| {
         args.budgets
             .cap(tier)?
@@ -135,30 +121,6 @@ fn step_problem(args: &Args, path: &Path) -> Result<StepProblem, String> {
             .ok_or_else(|| format!("give --{tier}-mib or --{tier}-gib: the profile has no {tier} capacity"))
     };
     let budgets = TierBytes { hbm: budget(Tier::Hbm)?, host: budget(Tier::Host)?, nvme: budget(Tier::Nvme)? };
-    let parameters = model.total_parameters();
-    let optimizer = profile
-        .optimizer_elements_per_s
-        .as_ref()
-        .filter(|rate| rate.value > 0.0)
-        .map_or(Seconds::ZERO, |rate| Seconds(parameters as f64 / rate.value));
-    Ok(StepProblem {
-        boundary_bytes: vec![model.boundary_bytes(&work); layers + 1],
-        saved_bytes: (0..layers).map(|l| model.internals_bytes(LayerIndex(l), &work)).collect(),
-        costs,
-        micro_batches: 1,
-        optimizer,
-        fixed: fixed(&model, &work, parameters),
-        budgets,
-        max_segment: args.max_segment_layers,
-    })
-}
-
-/// HBM that no placement changes: weights and gradients, and the larger of a running layer's internals with their gradients and
-/// the loss's logits with theirs.
-fn fixed(model: &ModelSpec, work: &Workload, parameters: u64) -> TierBytes {
-    let element = work.element_bytes() as u64;
-    let logits = Bytes(work.tokens() * model.vocab as u64 * element);
-    let internals = (0..model.layers()).map(|l| model.internals_bytes(LayerIndex(l), work));
-    let running = (internals.max().unwrap_or(Bytes::ZERO) * 2).max(logits * 2);
-    TierBytes { hbm: Bytes(parameters * element) * 2 + running, ..TierBytes::default() }
+    let training = Training { max_segment: args.max_segment_layers, ..Training::default() };
+    StepProblem::for_model(&model, &work, &profile, budgets, &training).map_err(|e| e.to_string())
 }

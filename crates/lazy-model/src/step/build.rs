@@ -1,0 +1,481 @@
+//! From a schedule to the list of operations.
+
+use std::collections::VecDeque;
+
+use crate::layout::{Lifetime, lay_out};
+use crate::schedule::Schedule;
+use crate::span::Lane;
+use crate::step::transfers::{self, Transfer};
+use crate::step::{
+    Buffer, BufferId, Content, Op, StepError, StepPlan, StepSizes, Task, TaskId, TierBytes, Work,
+};
+use crate::units::{BoundaryIndex, Bytes, LayerIndex, Placement, Tier};
+
+/// Alignment of buffers in HBM: what vector loads and CUDA allocations expect.
+const HBM_ALIGNMENT: u64 = 256;
+/// Alignment of buffers in host RAM and on NVMe: a page, which suits `O_DIRECT` on drives with sectors up to that. Where a file
+/// system asks for more, the store refuses the offsets.
+const PAGE_ALIGNMENT: u64 = 4096;
+
+/// The list of a schedule whose shape has been checked.
+pub(super) fn build(schedule: &Schedule, sizes: &StepSizes<'_>) -> Result<StepPlan, StepError> {
+    let n = schedule.layers;
+    let transfers = match &schedule.transfers {
+        Some(given) => given.clone(),
+        None => transfers::by_distance(schedule),
+    };
+    transfers::check(schedule, &transfers)?;
+    // Read-ahead that is counted in blocks has its staging buffers in a ring; positions say themselves how long one is needed.
+    let ring = schedule.transfers.is_none().then_some(schedule.execution.staging_buffers.saturating_sub(1));
+    let mut builder = Builder {
+        schedule,
+        sizes,
+        blocks: transfers::blocks(schedule),
+        buffers: Vec::new(),
+        ops: Vec::new(),
+        tasks: 0,
+        last_compute: None,
+        in_hbm: vec![None; n + 1],
+        away: vec![None; n],
+        internals: vec![None; n],
+        staged: vec![None; n],
+        starts: vec![Vec::new(); 2 * n + 1],
+        ends: vec![Vec::new(); 2 * n + 1],
+        staging_in: Ring::new(ring.unwrap_or(0)),
+        weights: Stream::default(),
+        gradients_out: Ring::new(1),
+        gradient_homes: Vec::new(),
+        transfers: &transfers,
+    };
+    builder.run_through();
+    let extents = builder.lay_out()?;
+    Ok(StepPlan { buffers: builder.buffers, ops: builder.ops, extents, waits: Vec::new() })
+}
+
+/// Buffers that are released in the order they came once more than `limit` are held.
+struct Ring {
+    limit: usize,
+    held: VecDeque<BufferId>,
+}
+
+impl Ring {
+    fn new(limit: usize) -> Self {
+        Ring { limit, held: VecDeque::new() }
+    }
+}
+
+/// Streamed weights: the order in which layers use them, and what is in HBM.
+#[derive(Default)]
+struct Stream {
+    homes: Vec<BufferId>,
+    /// Layers in the order of the passes over them; a layer that runs twice in a row is there once.
+    uses: Vec<usize>,
+    at: usize,
+    /// The copies for `uses[at]` and the one after.
+    loaded: VecDeque<BufferId>,
+}
+
+/// What happens to a boundary at the start of a position.
+#[derive(Clone, Copy)]
+enum Start {
+    Out(usize),
+    In(usize),
+}
+
+struct Builder<'a> {
+    schedule: &'a Schedule,
+    sizes: &'a StepSizes<'a>,
+    transfers: &'a [Option<Transfer>],
+    /// Blocks in backward order: source and end.
+    blocks: Vec<(usize, usize)>,
+    buffers: Vec<Buffer>,
+    ops: Vec<Op>,
+    tasks: usize,
+    last_compute: Option<TaskId>,
+    /// HBM buffer that holds boundary `i` now, if one does.
+    in_hbm: Vec<Option<BufferId>>,
+    /// Host or NVMe buffer that holds boundary `i` now, if one does.
+    away: Vec<Option<BufferId>>,
+    internals: Vec<Option<BufferId>>,
+    /// Staging buffer of boundary `i` on its way in.
+    staged: Vec<Option<BufferId>>,
+    /// Transfers by the position at whose start they are submitted.
+    starts: Vec<Vec<Start>>,
+    /// Buffers by the position after which they are released.
+    ends: Vec<Vec<BufferId>>,
+    staging_in: Ring,
+    weights: Stream,
+    gradients_out: Ring,
+    gradient_homes: Vec<BufferId>,
+}
+
+impl Builder<'_> {
+    fn run_through(&mut self) {
+        for (i, transfer) in self.transfers.iter().enumerate() {
+            if let Some(t) = transfer {
+                self.starts[t.out].push(Start::Out(i));
+            }
+        }
+        // What is needed first is read first.
+        for (i, transfer) in self.transfers.iter().enumerate().rev() {
+            if let Some(t) = transfer {
+                self.starts[t.read].push(Start::In(i));
+                if t.back != t.read {
+                    self.starts[t.back].push(Start::In(i));
+                }
+            }
+        }
+        self.open_streams();
+        self.forward();
+        let gradient = self.turn();
+        self.backward(gradient);
+        self.close_streams();
+    }
+
+    fn reserve(&mut self, content: Content, tier: Tier, bytes: Bytes) -> BufferId {
+        let id = BufferId(self.buffers.len());
+        self.buffers.push(Buffer { content, tier, bytes, offset: 0 });
+        self.ops.push(Op::Reserve(id));
+        id
+    }
+
+    fn boundary(&mut self, i: usize, tier: Tier) -> BufferId {
+        self.reserve(Content::Boundary(BoundaryIndex(i)), tier, self.sizes.boundary[i])
+    }
+
+    fn gradient(&mut self, i: usize) -> BufferId {
+        self.reserve(Content::Gradient(BoundaryIndex(i)), Tier::Hbm, self.sizes.boundary[i])
+    }
+
+    fn staging(&mut self, i: usize) -> BufferId {
+        self.reserve(Content::Staging(BoundaryIndex(i)), Tier::Host, self.sizes.boundary[i])
+    }
+
+    /// Reserves HBM for work that needs some.
+    fn workspace(&mut self, content: Content, bytes: Bytes) -> Option<BufferId> {
+        (bytes > Bytes::ZERO).then(|| self.reserve(content, Tier::Hbm, bytes))
+    }
+
+    fn release(&mut self, id: BufferId) {
+        self.ops.push(Op::Release(id));
+    }
+
+    /// Hands `id` to a ring, which gives up its oldest buffer when it holds too many.
+    fn retire(&mut self, ring: fn(&mut Self) -> &mut Ring, id: BufferId) {
+        let ring = ring(self);
+        ring.held.push_back(id);
+        if ring.held.len() > ring.limit
+            && let Some(oldest) = ring.held.pop_front()
+        {
+            self.release(oldest);
+        }
+    }
+
+    fn flush(&mut self, ring: fn(&mut Self) -> &mut Ring) {
+        for id in std::mem::take(&mut ring(self).held) {
+            self.release(id);
+        }
+    }
+
+    fn run(
+        &mut self,
+        work: Work,
+        lane: Lane,
+        reads: Vec<BufferId>,
+        writes: Vec<BufferId>,
+        after: Option<TaskId>,
+    ) -> TaskId {
+        let bytes = match work {
+            Work::Copy => self.buffers[writes[0].0].bytes,
+            _ => Bytes::ZERO,
+        };
+        let id = TaskId(self.tasks);
+        self.tasks += 1;
+        if lane == Lane::Compute {
+            self.last_compute = Some(id);
+        }
+        self.ops.push(Op::Run(Task { work, lane, reads, writes, after, bytes }));
+        id
+    }
+
+    fn copy(&mut self, lane: Lane, from: BufferId, to: BufferId, after: Option<TaskId>) {
+        self.run(Work::Copy, lane, vec![from], vec![to], after);
+    }
+
+    /// Arithmetic; what it needs besides what it reads and writes comes last, so that layers find the rest at fixed places.
+    fn compute(
+        &mut self,
+        work: Work,
+        mut reads: Vec<BufferId>,
+        mut writes: Vec<BufferId>,
+        also_read: impl IntoIterator<Item = BufferId>,
+        also_written: impl IntoIterator<Item = BufferId>,
+    ) {
+        reads.extend(also_read);
+        writes.extend(also_written);
+        self.run(work, Lane::Compute, reads, writes, None);
+    }
+
+    fn start_of(&mut self, position: usize) {
+        for start in std::mem::take(&mut self.starts[position]) {
+            match start {
+                Start::Out(i) => self.send_away(i),
+                Start::In(i) => self.bring_back(i, position),
+            }
+        }
+    }
+
+    fn end_of(&mut self, position: usize) {
+        for id in std::mem::take(&mut self.ends[position]) {
+            self.release(id);
+        }
+    }
+
+    fn forward(&mut self) {
+        let first = self.boundary(0, Tier::Hbm);
+        self.in_hbm[0] = Some(first);
+        self.compute(Work::Prologue, vec![], vec![first], None, None);
+        for l in 0..self.schedule.layers {
+            let layer = LayerIndex(l);
+            self.start_of(l);
+            let weights = self.weights_of(l);
+            let output = self.boundary(l + 1, Tier::Hbm);
+            let keep = self.schedule.keep[l];
+            let kept = if keep { self.workspace(Content::Internals(layer), self.saved(l)) } else { None };
+            self.internals[l] = kept;
+            let space = self.workspace(Content::Workspace(layer), at(&self.sizes.workspaces.forward, l));
+            let input: Vec<BufferId> = self.in_hbm[l].into_iter().collect();
+            let work = Work::Forward { layer, keep };
+            self.compute(work, input, vec![output], weights, kept.into_iter().chain(space));
+            if let Some(id) = space {
+                self.release(id);
+            }
+            self.in_hbm[l + 1] = Some(output);
+            if self.schedule.placement[l] == Placement::Recompute
+                && let Some(id) = self.in_hbm[l].take()
+            {
+                self.release(id);
+            }
+            self.end_of(l);
+        }
+    }
+
+    fn saved(&self, l: usize) -> Bytes {
+        at(self.sizes.saved, l)
+    }
+
+    /// Copies boundary `i` out of HBM; its buffer there stays to the end of the position its transfer names.
+    fn send_away(&mut self, i: usize) {
+        let (Some(transfer), Some(from)) = (self.transfers[i], self.in_hbm[i]) else { return };
+        if self.schedule.placement[i] == Placement::Nvme {
+            let staging = self.staging(i);
+            self.copy(Lane::D2h, from, staging, None);
+            let copy = self.boundary(i, Tier::Nvme);
+            self.copy(Lane::NvmeWrite, staging, copy, None);
+            self.ends[transfer.stored].push(staging);
+            self.away[i] = Some(copy);
+        } else {
+            let copy = self.boundary(i, Tier::Host);
+            self.copy(Lane::D2h, from, copy, None);
+            self.away[i] = Some(copy);
+        }
+        self.ends[transfer.gone].push(from);
+    }
+
+    /// Brings boundary `i` back to HBM, or from NVMe nearer to it, not before the last task submitted to the compute lane so far has
+    /// ended.
+    fn bring_back(&mut self, i: usize, position: usize) {
+        let Some(transfer) = self.transfers[i] else { return };
+        let pace = self.last_compute;
+        if self.schedule.placement[i] == Placement::Nvme
+            && position == transfer.read
+            && let Some(copy) = self.away[i].take()
+        {
+            let staging = self.staging(i);
+            self.copy(Lane::NvmeRead, copy, staging, pace);
+            self.release(copy);
+            self.staged[i] = Some(staging);
+        }
+        if position != transfer.back {
+            return;
+        }
+        let target = self.boundary(i, Tier::Hbm);
+        if let Some(staging) = self.staged[i].take() {
+            self.copy(Lane::H2d, staging, target, pace);
+            self.retire(|b| &mut b.staging_in, staging);
+        } else if let Some(copy) = self.away[i].take() {
+            self.copy(Lane::H2d, copy, target, pace);
+            self.release(copy);
+        }
+        self.in_hbm[i] = Some(target);
+    }
+
+    fn turn(&mut self) -> BufferId {
+        let n = self.schedule.layers;
+        self.start_of(n);
+        let gradient = self.gradient(n);
+        let space = self.workspace(Content::LossWorkspace, self.sizes.workspaces.loss);
+        if let Some(last) = self.in_hbm[n].take() {
+            self.compute(Work::Epilogue, vec![last], vec![gradient], None, space);
+            if let Some(id) = space {
+                self.release(id);
+            }
+            self.release(last);
+        }
+        self.end_of(n);
+        gradient
+    }
+
+    fn backward(&mut self, mut gradient: BufferId) {
+        let n = self.schedule.layers;
+        for (source, end) in std::mem::take(&mut self.blocks) {
+            for l in (source..end).rev() {
+                self.start_of(2 * n - l);
+                if l + 1 == end {
+                    (source..l).for_each(|below| self.recompute(below));
+                }
+                gradient = self.backward_of(l, gradient);
+                self.end_of(2 * n - l);
+            }
+        }
+        self.compute(Work::PrologueBackward, vec![gradient], vec![], None, None);
+        self.release(gradient);
+        self.flush(|b| &mut b.staging_in);
+        self.flush(|b| &mut b.gradients_out);
+    }
+
+    fn recompute(&mut self, l: usize) {
+        let weights = self.weights_of(l);
+        let output = self.boundary(l + 1, Tier::Hbm);
+        let layer = LayerIndex(l);
+        let space = self.workspace(Content::Workspace(layer), at(&self.sizes.workspaces.forward, l));
+        if let Some(input) = self.in_hbm[l] {
+            self.compute(Work::Recompute(layer), vec![input], vec![output], weights, space);
+        }
+        if let Some(id) = space {
+            self.release(id);
+        }
+        self.in_hbm[l + 1] = Some(output);
+    }
+
+    fn backward_of(&mut self, l: usize, gradient: BufferId) -> BufferId {
+        let layer = LayerIndex(l);
+        let weights = self.weights_of(l);
+        let below = self.gradient(l);
+        let kept = self.schedule.keep[l];
+        let internals = if kept { Bytes::ZERO } else { self.saved(l) };
+        let needed = internals + at(&self.sizes.workspaces.backward, l);
+        let space = self.workspace(Content::Workspace(layer), needed);
+        let weight_gradients =
+            self.workspace(Content::WeightGradients(layer), at(&self.sizes.streamed.gradients, l));
+        let held = self.internals[l].take();
+        if let Some(input) = self.in_hbm[l].take() {
+            let work = Work::Backward { layer, kept };
+            let also_read = held.into_iter().chain(weights);
+            let also_written = weight_gradients.into_iter().chain(space);
+            self.compute(work, vec![input, gradient], vec![below], also_read, also_written);
+            self.release(input);
+        }
+        for id in held.into_iter().chain(space) {
+            self.release(id);
+        }
+        self.release(gradient);
+        if let Some(id) = weight_gradients {
+            self.copy(Lane::D2h, id, self.gradient_homes[l], None);
+            self.retire(|b| &mut b.gradients_out, id);
+        }
+        below
+    }
+
+    /// Homes of streamed weights and gradients in host RAM, and the order in which weights are used.
+    fn open_streams(&mut self) {
+        let streamed = self.sizes.streamed;
+        for (l, &bytes) in streamed.weights.iter().enumerate() {
+            let home = self.reserve(Content::Weights(LayerIndex(l)), Tier::Host, bytes);
+            self.weights.homes.push(home);
+        }
+        for (l, &bytes) in streamed.gradients.iter().enumerate() {
+            let home = self.reserve(Content::WeightGradients(LayerIndex(l)), Tier::Host, bytes);
+            self.gradient_homes.push(home);
+        }
+        if !streamed.weights.is_empty() {
+            let backward = self.blocks.iter().flat_map(|&(s, t)| (s..t - 1).chain((s..t).rev()));
+            self.weights.uses = (0..self.schedule.layers).chain(backward).collect();
+            self.weights.uses.dedup();
+        }
+    }
+
+    fn close_streams(&mut self) {
+        let homes = std::mem::take(&mut self.weights.homes);
+        let loaded = std::mem::take(&mut self.weights.loaded);
+        for id in loaded.into_iter().chain(homes).chain(std::mem::take(&mut self.gradient_homes)) {
+            self.release(id);
+        }
+    }
+
+    /// The weights of `layer` where they are streamed; those of the layer that runs next are on their way, too.
+    fn weights_of(&mut self, layer: usize) -> Option<BufferId> {
+        if self.weights.uses.is_empty() {
+            return None;
+        }
+        if self.weights.uses[self.weights.at] != layer {
+            self.weights.at += 1;
+            if let Some(done) = self.weights.loaded.pop_front() {
+                self.release(done);
+            }
+        }
+        while self.weights.loaded.len() < 2
+            && let Some(&next) = self.weights.uses.get(self.weights.at + self.weights.loaded.len())
+        {
+            let bytes = self.sizes.streamed.weights[next];
+            let target = self.reserve(Content::Weights(LayerIndex(next)), Tier::Hbm, bytes);
+            self.copy(Lane::H2d, self.weights.homes[next], target, None);
+            self.weights.loaded.push_back(target);
+        }
+        self.weights.loaded.front().copied()
+    }
+
+    /// Gives every buffer its offset; returns the extent of each tier.
+    fn lay_out(&mut self) -> Result<TierBytes, StepError> {
+        let mut lifetimes = vec![(0, 0); self.buffers.len()];
+        for (at, op) in self.ops.iter().enumerate() {
+            match op {
+                Op::Reserve(id) => lifetimes[id.0].0 = at,
+                Op::Release(id) => lifetimes[id.0].1 = at,
+                Op::Run(_) => {}
+            }
+        }
+        let mut extents = TierBytes::default();
+        for tier in Tier::ALL {
+            let alignment = if tier == Tier::Hbm { HBM_ALIGNMENT } else { PAGE_ALIGNMENT };
+            let members: Vec<usize> =
+                (0..self.buffers.len()).filter(|&b| self.buffers[b].tier == tier).collect();
+            // No offset exceeds this sum, so nothing below overflows.
+            members
+                .iter()
+                .try_fold(0u64, |sum, &b| {
+                    sum.checked_add(self.buffers[b].bytes.get().checked_next_multiple_of(alignment)?)
+                })
+                .ok_or(StepError::TooLarge(tier))?;
+            let requests: Vec<Lifetime> = members
+                .iter()
+                .map(|&b| Lifetime {
+                    from: lifetimes[b].0,
+                    to: lifetimes[b].1,
+                    bytes: self.buffers[b].bytes.align_up(alignment),
+                })
+                .collect();
+            let (offsets, extent) = lay_out(&requests);
+            for (&b, offset) in members.iter().zip(offsets) {
+                self.buffers[b].offset = offset;
+            }
+            *extents.get_mut(tier) = extent;
+        }
+        Ok(extents)
+    }
+}
+
+/// The entry of a list that may be empty for zero.
+fn at(list: &[Bytes], l: usize) -> Bytes {
+    list.get(l).copied().unwrap_or_default()
+}
