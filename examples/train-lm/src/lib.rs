@@ -9,6 +9,7 @@ pub mod export;
 pub mod metrics;
 pub mod model;
 pub mod planning;
+pub mod prepare;
 pub mod probe;
 pub mod random;
 pub mod report;

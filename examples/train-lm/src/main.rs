@@ -73,7 +73,7 @@ fn train(args: &TrainArgs) -> Result<ExitCode> {
 
 fn probe(args: &ProbeArgs) -> Result<ExitCode> {
     stop::listen()?;
-    let profile = train_lm::train::probe_only(&args.train)?.to_json();
+    let profile = train_lm::prepare::probe_only(&args.train)?.to_json();
     match &args.file {
         Some(path) => train_lm::run_folder::write_file(path, profile.as_bytes())?,
         None => print(&profile)?,

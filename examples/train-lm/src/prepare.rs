@@ -1,0 +1,179 @@
+//! What a run needs before it starts: flags, configuration and text, read and checked before anything is written; and the
+//! machine's profile.
+
+use std::path::{Path, PathBuf};
+
+use lazy_model::{HardwareProfile, ModelSpec};
+use lazy_optim_nvme::AdamOptions;
+use lazy_store::LinkLimits;
+use lazy_store::scratch::RunDir;
+
+use crate::console::Console;
+use crate::data::Corpus;
+use crate::decoder::Decoder;
+use crate::error::{Result, TrainError};
+use crate::model::TrainedModel;
+use crate::planning::{adam_options, check_parameters, check_room};
+use crate::probe::{probe, timestamp};
+use crate::random::initial_values;
+use crate::run_folder::{RunFolder, check_free};
+use crate::settings::{DeviceChoice, Settings, TrainArgs};
+
+/// The model that ships with the trainer.
+const DEFAULT_CONFIG: &str = include_str!("../config.json");
+
+/// Everything that is read and checked before anything is written.
+pub(crate) struct Prepared {
+    pub(crate) settings: Settings,
+    pub(crate) config: String,
+    pub(crate) corpus: Corpus,
+    pub(crate) model: TrainedModel,
+    pub(crate) adam: AdamOptions,
+    pub(crate) resumed: Option<RunFolder>,
+    pub(crate) out: PathBuf,
+    /// Steps in all.
+    pub(crate) steps: Option<u64>,
+}
+
+pub(crate) fn spill_folder(root: &Path) -> Result<RunDir> {
+    RunDir::create(root).map_err(|e| {
+        TrainError::Usage(format!("{e}; name a writable folder for spill files with --nvme-dir"))
+    })
+}
+
+/// `name` in the folder that holds `path`.
+pub(crate) fn beside(path: &Path, name: &str) -> PathBuf {
+    path.parent().unwrap_or(Path::new("")).join(name)
+}
+
+pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
+    if args.device == DeviceChoice::Cuda {
+        return Err(TrainError::Usage(
+            "--device cuda: this version trains on the host device only; use --device host or auto".into(),
+        ));
+    }
+    let (resumed, mut settings, config, steps) = match &args.resume {
+        Some(run) => {
+            let (folder, settings, steps) = RunFolder::open(run)?;
+            settings.check_unchanged(args)?;
+            let config = read(&folder.config())?;
+            (Some(folder), settings, config, args.steps.or(steps))
+        }
+        None => (None, Settings::of(args)?, model_config(args)?, args.steps),
+    };
+    let spec = ModelSpec::from_json(&config)?;
+    for note in &spec.notes {
+        console.note(note);
+    }
+    check_parameters(&spec)?;
+    if settings.text.is_empty() {
+        settings.text = default_text()?;
+    }
+    let corpus = Corpus::load(&settings.text)?;
+    // One row tells whether the text is long enough.
+    corpus.batch(settings.seed, 0, 0, 1, settings.seq)?;
+    let text_hash = corpus.hash();
+    if resumed.is_some() && text_hash != settings.text_hash {
+        return Err(TrainError::Usage(
+            "the training text has changed since the run began, so it cannot be continued exactly: restore the text, or start a \
+             new run"
+                .into(),
+        ));
+    }
+    settings.text_hash = text_hash;
+    let out = args.resume.clone().or_else(|| args.out.clone()).unwrap_or_else(default_out);
+    if resumed.is_none() {
+        check_free(&out)?;
+    }
+    let seed = settings.seed;
+    let residual = residual_scale(spec.layers());
+    let decoder = Decoder::new(spec, &mut |name, shape| {
+        let mut values = initial_values(seed, name, shape);
+        if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") {
+            values.iter_mut().for_each(|v| *v *= residual);
+        }
+        values
+    })?;
+    let adam = adam_options(decoder.spec().total_parameters());
+    let model = TrainedModel::new(decoder, settings.shape(), settings.dropout);
+    check_room(&model, &settings, &adam, &args.budgets)?;
+    Ok(Prepared { settings, config, corpus, model, adam, resumed, out, steps })
+}
+
+/// Scale of the first weights of the two projections that add to the residual stream: one over the root of their number, so that
+/// the sum starts out no larger in a deep model (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
+fn residual_scale(layers: usize) -> f32 {
+    1.0 / (2.0 * layers as f32).sqrt()
+}
+
+fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).map_err(TrainError::io(path))
+}
+
+fn model_config(args: &TrainArgs) -> Result<String> {
+    let Some(path) = &args.model else { return Ok(DEFAULT_CONFIG.into()) };
+    let file = if path.is_dir() { path.join("config.json") } else { path.clone() };
+    std::fs::read_to_string(&file).map_err(|source| {
+        TrainError::Usage(format!(
+            "--model {}: {source}; give a Hugging Face config.json or the folder that holds it",
+            file.display()
+        ))
+    })
+}
+
+/// The workspace's documents and sources, where it was built.
+fn default_text() -> Result<Vec<PathBuf>> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let paths: Vec<PathBuf> = ["README.md", "CHANGELOG.md", "docs", "crates", "examples", "xtask"]
+        .into_iter()
+        .map(|name| root.join(name))
+        .filter(|path| path.exists())
+        .collect();
+    if paths.is_empty() {
+        return Err(TrainError::Usage(
+            "the workspace's own text is not here: name training text with --text".into(),
+        ));
+    }
+    Ok(paths)
+}
+
+fn default_out() -> PathBuf {
+    let base = Path::new("runs");
+    let stamp = timestamp().replace(':', "");
+    let mut out = base.join(&stamp);
+    let mut number = 1;
+    while out.exists() {
+        number += 1;
+        out = base.join(format!("{stamp}-{number}"));
+    }
+    out
+}
+
+/// Reads the profile, or measures one now.
+pub(crate) fn profile_for(
+    args: &TrainArgs,
+    prepared: &Prepared,
+    spill: &Path,
+    console: &Console,
+) -> Result<HardwareProfile> {
+    let shape = prepared.settings.shape();
+    match &args.budgets.profile {
+        Some(path) => Ok(HardwareProfile::from_json(&read(path)?)?),
+        None => {
+            console.say("measuring layers, links and optimizer");
+            probe(&prepared.model, shape, spill, LinkLimits::default(), &prepared.adam)
+        }
+    }
+}
+
+/// The `probe` command: measures and returns the profile.
+///
+/// # Errors
+/// As [`train`](crate::train::train).
+pub fn probe_only(args: &TrainArgs) -> Result<HardwareProfile> {
+    let console = Console::new(args.json);
+    let prepared = prepare(args, &console)?;
+    let root = args.nvme_dir.clone().unwrap_or_else(|| beside(&prepared.out, "spill"));
+    let spill = spill_folder(&root)?;
+    probe(&prepared.model, prepared.settings.shape(), spill.path(), LinkLimits::default(), &prepared.adam)
+}
