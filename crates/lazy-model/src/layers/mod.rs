@@ -5,11 +5,16 @@
 //! intermediate.
 
 mod parameters;
+mod sizer;
 mod sizes;
+mod state;
 mod work;
+mod workspace;
 
 pub use self::parameters::Parameter;
 pub use self::sizes::{LossBytes, SavedTensor};
+pub use self::state::{MomentFormat, Sharding, StateBytes, StateFormat};
+pub use self::workspace::LayerWorkspace;
 use crate::error::Error;
 
 /// How softmax attention is computed. Linear attention has one form, its fused chunked kernel.

@@ -1,18 +1,12 @@
 //! Bytes of activations: boundaries, what a layer's backward needs, what a layer needs while it runs, and the loss.
 
-use super::{AttentionKernel, Workload};
+use super::Workload;
+use super::sizer::{CHUNK, FP32, Sizer};
 use crate::config::{Attention, DeltaNet, LatentAttention, LayerShape, Mixer, Mlp, ModelSpec, MoeMlp};
 use crate::units::{Bytes, LayerIndex};
 
-/// Bytes of the statistics (reciprocal RMS, log-sum-exp, decay, router scores) that kernels keep in fp32 whatever the
-/// activations are.
-const FP32: u64 = 4;
-
 /// Bytes of the index of an expert.
 const INDEX: u64 = 8;
-
-/// Positions that the delta rule's kernels work on at a time.
-const CHUNK: u64 = 64;
 
 /// A tensor that the backward of a layer needs besides the layer's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,39 +29,6 @@ pub struct LossBytes {
     pub workspace: Bytes,
     /// What the chunks leave behind: the gradient of the last boundary.
     pub gradient: Bytes,
-}
-
-/// Sizes of tensors of one workload.
-#[derive(Clone, Copy)]
-struct Sizer {
-    work: Workload,
-    tokens: u64,
-    element: u64,
-}
-
-impl Sizer {
-    fn new(work: &Workload) -> Self {
-        Sizer { work: *work, tokens: work.tokens(), element: work.element_bytes() as u64 }
-    }
-
-    /// `width` elements a token.
-    fn wide(&self, width: usize) -> Bytes {
-        Bytes(self.tokens) * width as u64 * self.element
-    }
-
-    /// `width` numbers a token in fp32.
-    fn fp32(&self, width: usize) -> Bytes {
-        Bytes(self.tokens) * width as u64 * FP32
-    }
-
-    /// Scores of every head and pair of positions, `bytes` each: `batch heads S^2`.
-    fn scores(&self, heads: usize, bytes: u64) -> Bytes {
-        Bytes(self.tokens) * self.work.sequence() as u64 * heads as u64 * bytes
-    }
-
-    fn eager(&self) -> bool {
-        self.work.attention() == AttentionKernel::Eager
-    }
 }
 
 /// Collects the saved tensors of a layer.
@@ -148,7 +109,7 @@ impl Saved {
         self.fp32("softplus", heads);
         self.fp32("decay, summed up", heads);
         self.wide("beta", heads);
-        self.wide("chunk inverse", heads * CHUNK as usize);
+        self.wide("chunk inverse", heads * CHUNK);
         self.wide("delta rule output", net.value_width());
         self.wide("output gate", net.value_width());
         self.fp32("output norm rrms", heads);
@@ -159,7 +120,7 @@ impl Saved {
         let (k, m) = (moe.top_k, moe.intermediate);
         self.fp32("router scores", moe.experts);
         self.fp32("weights of chosen experts", k);
-        self.put("chosen experts", Bytes(self.sizer.tokens) * k as u64 * INDEX);
+        self.put("chosen experts", self.sizer.numbers(k, INDEX));
         self.wide("dispatched tokens", k * hidden);
         self.wide("expert gate", k * m);
         self.wide("expert up", k * m);

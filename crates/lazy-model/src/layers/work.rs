@@ -1,11 +1,9 @@
 //! Arithmetic operations. A multiply-add counts as two; norms, activations, softmax and biases are left out.
 
 use super::Workload;
+use super::sizer::CHUNK;
 use crate::config::{DeltaNet, LayerShape, Mixer, Mlp, ModelSpec};
 use crate::units::{LayerIndex, Seconds};
-
-/// Positions that the delta rule's kernels work on at a time.
-const CHUNK: f64 = 64.0;
 
 /// Work.
 impl ModelSpec {
@@ -16,7 +14,7 @@ impl ModelSpec {
     ///   for causal attention, fewer where a window is active. A kernel that computes masked scores too does up to twice that.
     /// - the gated delta rule in chunks of `c = 64` positions, a value head and token: `4 d_k d_v + 2 d_k d_v` for reading and writing the state,
     ///   `2 c (2 d_k)` for the products of keys with keys and queries, `2 c (d_k + d_v)` for applying the inverse, `2 c d_v` for the chunk's own
-    ///   output, masked pairs included.
+    ///   output, masked pairs included. Inverting the chunk's triangle and the element-wise decays are left out.
     ///
     /// # Panics
     /// Where the model has no such layer.
@@ -32,6 +30,14 @@ impl ModelSpec {
     /// Where the model has no such layer.
     pub fn layer_backward_flops(&self, layer: LayerIndex, work: &Workload) -> f64 {
         2.0 * self.layer_forward_flops(layer, work)
+    }
+
+    /// What recomputing one layer costs: its forward once more.
+    ///
+    /// # Panics
+    /// Where the model has no such layer.
+    pub fn layer_recompute_flops(&self, layer: LayerIndex, work: &Workload) -> f64 {
+        self.layer_forward_flops(layer, work)
     }
 
     /// Forward of the head: `2 T h V`. The embedding's look-up multiplies nothing.
@@ -61,6 +67,17 @@ impl ModelSpec {
     /// TFLOP/s of a step of that length by exact counting.
     pub fn tflops_exact(&self, work: &Workload, step: Seconds) -> f64 {
         self.flops_per_token_exact(work) * work.tokens() as f64 / step.get() / 1e12
+    }
+
+    /// Model FLOPs utilisation by the 6 N convention: the share of `peak_tflops`, the device's dense peak, that
+    /// [`tflops_6n`](Self::tflops_6n) is.
+    pub fn mfu_6n(&self, work: &Workload, step: Seconds, peak_tflops: f64) -> f64 {
+        self.tflops_6n(work, step) / peak_tflops
+    }
+
+    /// Model FLOPs utilisation by exact counting.
+    pub fn mfu_exact(&self, work: &Workload, step: Seconds, peak_tflops: f64) -> f64 {
+        self.tflops_exact(work, step) / peak_tflops
     }
 }
 
@@ -113,7 +130,7 @@ fn mixing_flops(layer: &LayerShape, work: &Workload) -> f64 {
 fn delta_rule_flops(net: &DeltaNet) -> f64 {
     let (k, v) = (net.key_dim as f64, net.value_dim as f64);
     let state = 6.0 * k * v;
-    let chunk = 2.0 * CHUNK * (2.0 * k + (k + v) + v);
+    let chunk = 2.0 * CHUNK as f64 * (2.0 * k + (k + v) + v);
     state + chunk
 }
 
