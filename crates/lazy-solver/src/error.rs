@@ -9,11 +9,6 @@ pub enum SolverError {
     /// The chain is not valid.
     #[error(transparent)]
     Chain(#[from] ChainError),
-    /// The chain sets `hbm_cap_bytes` and so asks for the placement of layer internals.
-    #[error(
-        "the chain sets `hbm_cap_bytes`: placing layer internals is not supported yet; remove the key to place boundaries only"
-    )]
-    KeepModel,
     /// The time limit is not a time.
     #[error("the time limit is {0} s; it must be a number of seconds, 0 or more")]
     TimeLimit(String),

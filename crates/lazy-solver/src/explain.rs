@@ -6,6 +6,7 @@ use std::time::Instant;
 use lazy_model::{Bytes, CostChain, Pool, Tier};
 
 use crate::error::SolverError;
+use crate::keep;
 use crate::problem::Goal;
 use crate::search::{Found, search};
 use crate::solve::{SolveOptions, check, deadline};
@@ -20,6 +21,13 @@ pub enum Remedy {
         tier: Tier,
         /// What it is.
         budget: Bytes,
+        /// The least that suffices.
+        smallest: Bytes,
+    },
+    /// A higher `hbm_cap_bytes`.
+    HbmCap {
+        /// What it is.
+        cap: Bytes,
         /// The least that suffices.
         smallest: Bytes,
     },
@@ -48,6 +56,12 @@ impl fmt::Display for Remedy {
                 budget.get(),
                 smallest.get()
             ),
+            Remedy::HbmCap { cap, smallest } => write!(
+                f,
+                "raise hbm_cap_bytes from {} to at least {} ({smallest})",
+                cap.get(),
+                smallest.get()
+            ),
             Remedy::SegmentLayers { limit, smallest } => {
                 write!(f, "allow blocks of {smallest} layers (max_segment_layers is {limit})")
             }
@@ -72,6 +86,11 @@ pub fn explain(chain: &CostChain, options: &SolveOptions) -> Result<Vec<Remedy>,
         return Ok(silent);
     }
     let mut remedies = Vec::new();
+    if let Some(cap) = chain.hbm_cap_bytes
+        && let Some(smallest) = keep::least_bytes(chain, Tier::Hbm, deadline).filter(|s| *s > cap)
+    {
+        remedies.push(Remedy::HbmCap { cap, smallest });
+    }
     for (tier, budget) in [
         (Tier::Hbm, chain.gpu_budget_bytes),
         (Tier::Host, chain.cpu_budget_bytes),
@@ -104,6 +123,10 @@ fn silent_links(chain: &CostChain) -> Vec<Remedy> {
 
 /// The fewest bytes in `tier` with which some placement keeps all other rules.
 fn least_bytes(chain: &CostChain, tier: Tier, deadline: Option<Instant>) -> Option<Bytes> {
+    if chain.hbm_cap_bytes.is_some() {
+        // Its HBM is the cap; the budget of boundaries alone rarely binds beside it.
+        return if tier == Tier::Hbm { None } else { keep::least_bytes(chain, tier, deadline) };
+    }
     match search(chain, Goal::BytesIn(tier), deadline) {
         Found::Plan(plan) => Some(plan.evaluation.bytes.get(tier)),
         _ => None,
@@ -111,6 +134,9 @@ fn least_bytes(chain: &CostChain, tier: Tier, deadline: Option<Instant>) -> Opti
 }
 
 fn feasible(chain: &CostChain, deadline: Option<Instant>) -> bool {
+    if chain.hbm_cap_bytes.is_some() {
+        return keep::feasible(chain, deadline) == Some(true);
+    }
     least_bytes(chain, Tier::Hbm, deadline).is_some_and(|bytes| bytes <= chain.gpu_budget_bytes)
 }
 

@@ -36,6 +36,7 @@ pub mod budgets;
 mod cbc;
 mod error;
 mod explain;
+mod keep;
 mod lexicographic;
 mod mip;
 mod problem;

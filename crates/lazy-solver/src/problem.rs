@@ -49,11 +49,11 @@ pub(crate) struct Problem {
 
 /// Which placements the ends and the locks leave to a boundary.
 #[derive(Clone, Copy, Debug)]
-struct Allowed {
-    hbm: bool,
-    host: bool,
-    nvme: bool,
-    skip: bool,
+pub(crate) struct Allowed {
+    pub(crate) hbm: bool,
+    pub(crate) host: bool,
+    pub(crate) nvme: bool,
+    pub(crate) skip: bool,
 }
 
 impl Problem {
@@ -299,7 +299,7 @@ fn unit(sizes: &[u64]) -> u64 {
     gcd(sizes).max(largest >> 18).max(1)
 }
 
-fn gcd(sizes: &[u64]) -> u64 {
+pub(crate) fn gcd(sizes: &[u64]) -> u64 {
     sizes.iter().fold(0, |a, &b| {
         let (mut a, mut b) = (a, b);
         while b != 0 {
@@ -310,7 +310,7 @@ fn gcd(sizes: &[u64]) -> u64 {
 }
 
 /// `None` where the locked edges are no path or two locks contradict each other.
-fn allowed(chain: &CostChain) -> Option<Vec<Allowed>> {
+pub(crate) fn allowed(chain: &CostChain) -> Option<Vec<Allowed>> {
     let n = chain.layers;
     let none = Locks::default();
     let locks = chain.locks.as_ref().unwrap_or(&none);

@@ -7,6 +7,7 @@ use lazy_model::{BoundaryIndex, CostChain, Evaluation, Keep, Placement, Schedule
 use serde::Serialize;
 
 use crate::error::SolverError;
+use crate::keep;
 use crate::lexicographic::lexicographic;
 use crate::problem::Goal;
 use crate::search::{Found, Plan, search};
@@ -127,7 +128,10 @@ impl Solution {
             version: SCHEDULE_VERSION,
             layers: chain.layers,
             placement: self.placement.clone()?,
-            keep: vec![false; chain.layers],
+            keep: self.keep.as_ref().map_or_else(
+                || vec![false; chain.layers],
+                |keep| keep.iter().map(|k| *k == Keep::Hbm).collect(),
+            ),
             execution: Execution::default(),
             transfers: None,
             shape_hash: shape_hash(&chain.boundary_bytes),
@@ -144,6 +148,12 @@ impl Solution {
         })
     }
 
+    /// What becomes of the layers' internals, as a string over `- K H R` (recomputed, kept in HBM, in host RAM, retained), one letter a
+    /// layer. Chains that set `hbm_cap_bytes` only.
+    pub fn keep_string(&self) -> Option<String> {
+        self.keep.as_ref().map(|keep| keep.iter().map(|k| k.letter()).collect())
+    }
+
     /// The placement as a string over `G C N -` (HBM, host, NVMe, recompute), one letter a boundary.
     pub fn placement_string(&self) -> Option<String> {
         self.placement.as_ref().map(|p| p.iter().map(|p| p.letter()).collect())
@@ -156,22 +166,28 @@ impl Solution {
 /// chain gives the same placement every time, unless a time limit cuts the search.
 ///
 /// # Errors
-/// [`SolverError`] for an invalid chain or time limit, or a chain that asks for the keep model. An infeasible chain, a time
-/// limit that came too early and a solver failure are results: see [`Status`].
+/// [`SolverError`] for an invalid chain or time limit. An infeasible chain, a time limit that came too early and a solver failure
+/// are results: see [`Status`].
 pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, SolverError> {
     let started = Instant::now();
     check(chain)?;
     let deadline = deadline(started, options)?;
-    let found = match options.tie_break {
-        TieBreak::Weighted => search(chain, Goal::Cost, deadline),
-        TieBreak::Lexicographic => lexicographic(chain, deadline),
+    let (found, keep) = if chain.hbm_cap_bytes.is_some() {
+        keep::search(chain, deadline)
+    } else {
+        let found = match options.tie_break {
+            TieBreak::Weighted => search(chain, Goal::Cost, deadline),
+            TieBreak::Lexicographic => lexicographic(chain, deadline),
+        };
+        (closer(chain, found), None)
     };
-    let mut solution = answer(chain, found);
+    let mut solution = answer(found);
+    solution.keep = keep;
     solution.solve = Seconds(started.elapsed().as_secs_f64());
     Ok(solution)
 }
 
-fn answer(chain: &CostChain, found: Found) -> Solution {
+fn answer(found: Found) -> Solution {
     let mut solution = Solution {
         status: Status::Infeasible,
         placement: None,
@@ -187,7 +203,6 @@ fn answer(chain: &CostChain, found: Found) -> Solution {
     match found {
         Found::Plan(plan) => {
             let Plan { placement, evaluation, bound, proven } = *plan;
-            let (placement, evaluation) = keep_closer(chain, placement, evaluation);
             let objective = evaluation.objective_ms;
             let bound = if proven { Some(objective) } else { bound.map(|bound| bound.min(objective)) };
             solution.status = if proven { Status::Optimal } else { Status::Feasible };
@@ -208,6 +223,12 @@ fn answer(chain: &CostChain, found: Found) -> Solution {
         }
     }
     solution
+}
+
+fn closer(chain: &CostChain, found: Found) -> Found {
+    let Found::Plan(mut plan) = found else { return found };
+    (plan.placement, plan.evaluation) = keep_closer(chain, plan.placement, plan.evaluation);
+    Found::Plan(plan)
 }
 
 /// Among plans of equal cost, prefers the one that moves less: a boundary that fits into a faster tier goes there. That takes
@@ -249,8 +270,7 @@ fn keep_closer(
 }
 
 pub(crate) fn check(chain: &CostChain) -> Result<(), SolverError> {
-    chain.validate()?;
-    if chain.hbm_cap_bytes.is_some() { Err(SolverError::KeepModel) } else { Ok(()) }
+    Ok(chain.validate()?)
 }
 
 pub(crate) fn deadline(started: Instant, options: &SolveOptions) -> Result<Option<Instant>, SolverError> {

@@ -37,7 +37,7 @@ pub(crate) fn json(planned: &Planned, remedies: &[Remedy]) -> Value {
         "method": solution.method.name(),
         "counts": evaluation.map(|e| json!({
             "hbm": e.counts.hbm, "host": e.counts.host, "nvme": e.counts.nvme,
-            "recompute": e.counts.recompute, "kept": 0,
+            "recompute": e.counts.recompute, "kept": e.counts.kept,
         })),
         "hbm": with_placement(planned, Placement::Hbm),
         "host": with_placement(planned, Placement::Host),
@@ -49,6 +49,10 @@ pub(crate) fn json(planned: &Planned, remedies: &[Remedy]) -> Value {
         "peaks": peaks(planned),
         "placement": solution.placement_string(),
     });
+    if let Some(keep) = solution.keep_string() {
+        value["keep"] = json!(keep);
+        value["base_recompute_ms"] = json!(evaluation.map(|e| e.base_recompute_ms));
+    }
     match solution.status {
         Status::Infeasible => value["message"] = json!(refusal(planned, remedies)),
         Status::Failed => value["message"] = json!(solution.message),
