@@ -141,5 +141,6 @@ fn report(
             ),
             row("Tokens a second", "tok/s", tokens / planned.total().get(), tokens_per_s),
         ],
+        ..RunReport::default()
     }
 }

@@ -74,6 +74,16 @@ impl ExposedMs {
         self.d2h + self.h2d + self.nvme_write + self.nvme_read
     }
 
+    /// Of one pool.
+    pub const fn get(&self, pool: Pool) -> f64 {
+        match pool {
+            Pool::D2h => self.d2h,
+            Pool::H2d => self.h2d,
+            Pool::NvmeWrite => self.nvme_write,
+            Pool::NvmeRead => self.nvme_read,
+        }
+    }
+
     pub(crate) fn of(&mut self, pool: Pool) -> &mut f64 {
         match pool {
             Pool::D2h => &mut self.d2h,

@@ -38,7 +38,6 @@ impl LinkLoad {
                 chain.nvme_window_scale * chain.nvme_capacity_fraction
             };
             let windows_ms: f64 = chain.layer_window_ms.iter().sum();
-            let uses = |p: &Placement| *p == Placement::Nvme || (pcie && *p == Placement::Host);
             let moved = placement.unwrap_or_default().iter().zip(&chain.boundary_bytes);
             let largest = chain.boundary_bytes.iter().copied().max().unwrap_or_default();
             LinkLoad {
@@ -47,7 +46,7 @@ impl LinkLoad {
                 largest_boundary: rate.time(largest),
                 windows: Bytes((rate.get() * windows_ms * factor / 1e3) as u64),
                 mandatory: mandatory.iter().copied().sum(),
-                moved: moved.filter(|(p, _)| uses(p)).map(|(_, size)| *size).sum(),
+                moved: moved.filter(|(p, _)| pool.carries(**p)).map(|(_, size)| *size).sum(),
             }
         })
     }

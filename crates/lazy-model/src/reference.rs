@@ -154,7 +154,7 @@ impl ReferenceSettings {
             param_h2d_bytes: weights.clone(),
             grad_d2h_bytes: weights,
             gpu_budget_bytes: self.hbm.bytes(layers, boundary)?,
-            cpu_budget_bytes: self.host_room(boundary)?,
+            cpu_budget_bytes: self.nvme_path.host_room(self.host, self.nvme, boundary)?,
             nvme_budget_bytes: self.nvme,
             d2h_bytes_per_s: self.links.d2h,
             h2d_bytes_per_s: self.links.h2d,
@@ -200,21 +200,26 @@ impl ReferenceSettings {
             Mandatory::ExactCount => Ok(Bytes(model.layer_parameter_count(layer)) * element),
         }
     }
+}
 
-    fn host_room(&self, boundary: Bytes) -> Result<Bytes, Error> {
-        let staging = match self.nvme_path {
-            NvmePath::HostStaging { buffers } if self.nvme > Bytes::ZERO => boundary * buffers,
+impl NvmePath {
+    /// What staging leaves of `host` for boundaries, with a budget of `nvme` and boundaries of at most `largest`.
+    ///
+    /// # Errors
+    /// [`Error::Value`] where it leaves less than nothing.
+    pub fn host_room(self, host: Bytes, nvme: Bytes, largest: Bytes) -> Result<Bytes, Error> {
+        let staging = match self {
+            NvmePath::HostStaging { buffers } if nvme > Bytes::ZERO => largest * buffers,
             _ => Bytes::ZERO,
         };
-        if staging > self.host {
+        if staging > host {
             let problem = format!(
-                "is {}, but staging for NVMe takes {staging} of it: raise it, lower the number of staging buffers, or use the direct \
-                 path",
-                self.host
+                "is {host}, but staging for NVMe takes {staging} of it: raise it, lower the number of staging buffers, or use the \
+                 direct path"
             );
             return Err(refused("host_activation_gib", problem));
         }
-        Ok(self.host.saturating_sub(staging))
+        Ok(host - staging)
     }
 }
 
@@ -307,10 +312,7 @@ mod tests {
     #[test]
     fn staging_is_taken_from_host_ram_only_where_there_is_nvme() {
         let gib = Bytes::from_gib;
-        let staged = |host, nvme| {
-            let nvme_path = NvmePath::HostStaging { buffers: 2 };
-            ReferenceSettings { host, nvme, nvme_path, ..ReferenceSettings::default() }.host_room(BOUNDARY)
-        };
+        let staged = |host, nvme| NvmePath::HostStaging { buffers: 2 }.host_room(host, nvme, BOUNDARY);
         assert_eq!(staged(gib(14.0), gib(32.0)).unwrap(), gib(14.0) - BOUNDARY * 2);
         assert_eq!(staged(gib(14.0), Bytes::ZERO).unwrap(), gib(14.0));
         assert!(staged(gib(1.0), gib(32.0)).unwrap_err().to_string().contains("host_activation_gib"));

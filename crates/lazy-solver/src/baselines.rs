@@ -5,17 +5,19 @@
 //! | `do-nothing` | all in HBM | all kept, where the problem knows of internals |
 //! | `checkpoint-every-layer` | all in HBM | none kept |
 //! | `checkpoint-every-k-layers` | every k-th and the last in HBM, the others recomputed | none kept |
-//! | `greedy` | the cheapest to recompute dropped until the rest fits, then HBM, host RAM and NVMe filled from the last boundary down | none kept |
+//! | `greedy` | the cheapest to recompute dropped until the rest fits, then HBM, host RAM and NVMe filled from the last boundary down | as many of the last layers' kept as then fit |
 
+use lazy_model::keep::{Keep, evaluate_keep};
 use lazy_model::{
-    CostChain, Evaluation, Placement, Schedule, StepProblem, TierBytes, Verified, VerifyError, Violation,
-    evaluate,
+    Bytes, CostChain, Evaluation, Placement, Schedule, StepProblem, TierBytes, Verified, VerifyError,
+    Violation, evaluate,
 };
 
 use crate::step::best_execution;
 
 /// Longest distance between the checkpoints of a baseline, in layers.
 const MOST_LAYERS: usize = 8;
+const GREEDY: &str = "greedy";
 
 /// A plan that needs no solver, judged by a chain's rules.
 #[derive(Clone, Debug)]
@@ -24,6 +26,8 @@ pub struct Baseline {
     pub name: String,
     /// One entry a boundary, `0..=N`.
     pub placement: Vec<Placement>,
+    /// One entry a layer; none is kept where the chain does not set `hbm_cap_bytes`.
+    pub keep: Vec<Keep>,
     /// What it costs, or the first rule it breaks.
     pub outcome: Result<Evaluation, Violation>,
 }
@@ -42,13 +46,50 @@ pub struct StepBaseline {
 /// The baselines of a chain. Its locks bind a solver, not them: they are judged without.
 pub fn baselines(chain: &CostChain) -> Vec<Baseline> {
     let free = CostChain { locks: None, ..chain.clone() };
-    candidates(chain)
+    let keeps = chain.hbm_cap_bytes.is_some();
+    candidates(&free)
         .into_iter()
-        .map(|(name, placement, _)| {
-            let outcome = evaluate(&free, &placement);
-            Baseline { name, placement, outcome }
+        .map(|(name, placement, keep)| {
+            let all = if keep && keeps { chain.layers } else { 0 };
+            let mut kept = keep_last(chain.layers, all);
+            let mut outcome = judge(&free, &placement, &kept);
+            if keeps && name == GREEDY && outcome.is_ok() {
+                (kept, outcome) = keep_greedily(&free, &placement, outcome);
+            }
+            Baseline { name, placement, keep: kept, outcome }
         })
         .collect()
+}
+
+fn judge(chain: &CostChain, placement: &[Placement], keep: &[Keep]) -> Result<Evaluation, Violation> {
+    if chain.hbm_cap_bytes.is_some() {
+        evaluate_keep(chain, placement, keep)
+    } else {
+        evaluate(chain, placement)
+    }
+}
+
+/// The last `kept` layers keep their internals.
+fn keep_last(layers: usize, kept: usize) -> Vec<Keep> {
+    (0..layers).map(|l| if l + kept >= layers { Keep::Hbm } else { Keep::Recompute }).collect()
+}
+
+/// Keeps as many of the last layers as fit: those hold their internals for the shortest time.
+fn keep_greedily(
+    chain: &CostChain,
+    placement: &[Placement],
+    none: Result<Evaluation, Violation>,
+) -> (Vec<Keep>, Result<Evaluation, Violation>) {
+    let mut best = (keep_last(chain.layers, 0), none);
+    for kept in 1..=chain.layers {
+        let keep = keep_last(chain.layers, kept);
+        let outcome = judge(chain, placement, &keep);
+        if outcome.is_err() {
+            break;
+        }
+        best = (keep, outcome);
+    }
+    best
 }
 
 /// The baselines of a step. `chain` is its placement problem: `greedy` looks at it alone.
@@ -77,7 +118,7 @@ fn candidates(chain: &CostChain) -> Vec<(String, Vec<Placement>, bool)> {
             |i: usize| if i.is_multiple_of(k) || i == n { Placement::Hbm } else { Placement::Recompute };
         list.push((format!("checkpoint-every-{k}-layers"), (0..=n).map(every).collect(), false));
     }
-    list.push(("greedy".to_owned(), greedy(chain), false));
+    list.push((GREEDY.to_owned(), greedy(chain), false));
     list
 }
 
@@ -86,13 +127,13 @@ fn candidates(chain: &CostChain) -> Vec<(String, Vec<Placement>, bool)> {
 fn greedy(chain: &CostChain) -> Vec<Placement> {
     let sizes = &chain.boundary_bytes;
     let mut room = TierBytes {
-        hbm: chain.gpu_budget_bytes,
+        hbm: chain.gpu_budget_bytes.min(beside_a_layer(chain)),
         host: chain.cpu_budget_bytes,
         nvme: chain.nvme_budget_bytes,
     };
     let everything = room.hbm + room.host + room.nvme;
     let mut skipped = vec![false; sizes.len()];
-    let mut held: lazy_model::Bytes = sizes.iter().copied().sum();
+    let mut held: Bytes = sizes.iter().copied().sum();
     let mut cheapest: Vec<usize> = (1..chain.layers).collect();
     let per_byte = |i: &usize| chain.layer_recompute_ms[i - 1] / sizes[*i].get().max(1) as f64;
     cheapest.sort_by(|a, b| per_byte(a).total_cmp(&per_byte(b)));
@@ -117,6 +158,24 @@ fn greedy(chain: &CostChain) -> Vec<Placement> {
         }
     }
     placement
+}
+
+/// HBM that the cap leaves for boundaries beside the largest running layer, a block being re-run and the loss; all of it without a
+/// cap.
+fn beside_a_layer(chain: &CostChain) -> Bytes {
+    let Some(cap) = chain.hbm_cap_bytes else { return Bytes(u64::MAX) };
+    let zero = vec![Bytes::ZERO; chain.layers];
+    let list = |key: &Option<Vec<Bytes>>| key.clone().unwrap_or_else(|| zero.clone());
+    let internals = list(&chain.layer_internal_bytes);
+    let (forward, backward) =
+        (list(&chain.layer_forward_workspace_bytes), list(&chain.layer_backward_workspace_bytes));
+    let running = (0..chain.layers).map(|l| internals[l] + backward[l].max(forward[l]));
+    let running = running.max().unwrap_or_default() + chain.transfer_slack_bytes.unwrap_or_default();
+    let largest = chain.boundary_bytes.iter().copied().max().unwrap_or_default();
+    let block = largest * chain.max_segment_layers.min(chain.layers) as u64;
+    let taken = chain.hbm_fixed_bytes.unwrap_or_default()
+        + (running + block).max(chain.loss_workspace_bytes.unwrap_or_default());
+    cap.saturating_sub(taken)
 }
 
 /// Whether boundary `i` can be dropped beside those already dropped, with blocks of at most `limit` layers.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use lazy_model::{Bytes, Tier};
+use lazy_model::{Bytes, HardwareProfile, Tier};
 
 /// Caps of the tiers, in MiB or GiB, and the machine's profile.
 #[derive(Args, Clone, Debug, Default)]
@@ -27,8 +27,8 @@ pub struct BudgetArgs {
     /// The same in GiB
     #[arg(long, value_name = "GIB", conflicts_with = "nvme_mib")]
     pub nvme_gib: Option<f64>,
-    /// Hardware profile: rates of the links and times of the layers (JSON, made by `probe`)
-    #[arg(long, value_name = "FILE")]
+    /// Machine: a hardware profile (JSON, made by `probe`), with rates of the links and times of the layers
+    #[arg(long, value_name = "FILE", visible_alias = "machine")]
     pub profile: Option<PathBuf>,
 }
 
@@ -54,9 +54,39 @@ impl BudgetArgs {
         Err(format!("--{tier}-{unit} {value}: give a size of 0 or more, below 1e9 GiB"))
     }
 
+    /// The machine that was named: a file of that name, else a preset.
+    ///
+    /// # Errors
+    /// A message that names the flag, when it is neither, or the file is no profile.
+    pub fn hardware(&self) -> Result<Option<HardwareProfile>, String> {
+        let Some(path) = &self.profile else { return Ok(None) };
+        let name = path.to_string_lossy();
+        if !path.exists() {
+            return HardwareProfile::preset(&name).map(Some).ok_or_else(|| {
+                format!(
+                    "--machine {name}: there is no such file, nor a preset of that name; the presets are {}",
+                    HardwareProfile::PRESETS.join(", ")
+                )
+            });
+        }
+        let text = std::fs::read_to_string(path).map_err(|e| format!("cannot read {name}: {e}"))?;
+        HardwareProfile::from_json(&text).map(Some).map_err(|e| format!("{name}: {e}"))
+    }
+
     /// Whether nothing was given.
     pub fn is_empty(&self) -> bool {
+        !self.has_sizes() && self.profile.is_none()
+    }
+
+    /// Whether any tier was capped.
+    pub fn has_sizes(&self) -> bool {
         let sizes = [self.hbm_mib, self.hbm_gib, self.host_mib, self.host_gib, self.nvme_mib, self.nvme_gib];
-        sizes.iter().all(Option::is_none) && self.profile.is_none()
+        sizes.iter().any(Option::is_some)
+    }
+
+    /// Whether HBM was capped, and nothing else given.
+    pub fn only_hbm(&self) -> bool {
+        let others = [self.host_mib, self.host_gib, self.nvme_mib, self.nvme_gib];
+        self.has_sizes() && others.iter().all(Option::is_none) && self.profile.is_none()
     }
 }

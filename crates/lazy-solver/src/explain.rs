@@ -3,13 +3,14 @@
 use std::fmt;
 use std::time::Instant;
 
-use lazy_model::{Bytes, CostChain, Pool, Tier};
+use lazy_model::{Bytes, CostChain, Pool, Seconds, StepProblem, Tier};
 
 use crate::error::SolverError;
 use crate::keep;
 use crate::problem::Goal;
 use crate::search::{Found, search};
 use crate::solve::{SolveOptions, check, deadline};
+use crate::step::{StepFailure, StepOptions, solve_step};
 
 /// One change that makes an infeasible chain feasible, everything else left as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,4 +153,58 @@ fn least_segment(chain: &CostChain, deadline: Option<Instant>) -> Option<usize> 
         if suffices(middle) { enough = middle } else { short = middle }
     }
     Some(enough)
+}
+
+/// Finds, for a step without a plan, each single change that would give it one: the smallest sufficient cap of each tier, to within a
+/// thousandth of the largest boundary. Empty when no single change helps (or the time limit came first).
+pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy> {
+    let started = Instant::now();
+    let solvable = |problem: &StepProblem| -> Option<bool> {
+        let mut options = *options;
+        if let Some(limit) = &mut options.solve.time_limit {
+            *limit = Seconds(limit.get() - started.elapsed().as_secs_f64());
+            if limit.get() <= 0.0 {
+                return None;
+            }
+        }
+        match solve_step(problem, &options) {
+            Ok(_) => Some(true),
+            Err(StepFailure::NoIncumbent) => None,
+            Err(_) => Some(false),
+        }
+    };
+    let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
+    let everything = problem.boundary_bytes.iter().chain(&problem.saved_bytes).copied().sum::<Bytes>() * 2;
+    let mut remedies = Vec::new();
+    for tier in Tier::ALL {
+        let budget = problem.budgets.get(tier);
+        let least = budget.max(problem.fixed.get(tier));
+        let with = |cap: Bytes| {
+            let mut raised = problem.clone();
+            *raised.budgets.get_mut(tier) = cap;
+            solvable(&raised)
+        };
+        let step = Bytes((largest.get() / 1000).max(1));
+        if let Some(smallest) = smallest(least, least + everything, step, with) {
+            remedies.push(Remedy::Budget { tier, budget, smallest });
+        }
+    }
+    remedies
+}
+
+/// The smallest size, to within `step`, from which on `enough` holds, given that it does not hold below `low`. `None` where it does not
+/// even hold at `high`, or nobody could tell.
+fn smallest(low: Bytes, high: Bytes, step: Bytes, enough: impl Fn(Bytes) -> Option<bool>) -> Option<Bytes> {
+    if enough(low)? {
+        return Some(low);
+    }
+    if !enough(high)? {
+        return None;
+    }
+    let (mut short, mut sufficient) = (low, high);
+    while sufficient - short > step {
+        let middle = short + Bytes((sufficient - short).get() / 2);
+        if enough(middle)? { sufficient = middle } else { short = middle }
+    }
+    Some(sufficient)
 }

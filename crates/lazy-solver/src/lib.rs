@@ -46,5 +46,5 @@ pub mod step;
 
 pub use baselines::{Baseline, StepBaseline, baselines, step_baselines};
 pub use error::SolverError;
-pub use explain::{Remedy, explain};
+pub use explain::{Remedy, explain, explain_step};
 pub use solve::{Method, Solution, SolveOptions, Status, TieBreak, solve};

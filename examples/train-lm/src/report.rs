@@ -74,6 +74,7 @@ impl Inputs<'_> {
             occupancy: Tier::ALL.map(|tier| self.occupancy(tier)).to_vec(),
             spans: spans.unwrap_or_default(),
             comparison: self.comparison(),
+            ..RunReport::default()
         }
     }
 

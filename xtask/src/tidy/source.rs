@@ -11,7 +11,8 @@ const NOTE_REACH_LINES: usize = 5;
 /// A numeric flag whose name has one of these holds a capacity, a time or a speed ...
 const QUANTITIES: [&str; 6] = ["hbm", "host", "nvme", "limit", "time", "bandwidth"];
 /// ... and ends in its unit.
-const UNITS: [&str; 9] = ["bytes", "mib", "gib", "ms", "us", "s", "seconds", "gbps", "percent"];
+const UNITS: [&str; 11] =
+    ["bytes", "mib", "gib", "ms", "us", "s", "seconds", "gbps", "percent", "scale", "fraction"];
 
 pub(super) fn check(file: &Path, text: &str, in_tests: bool) -> Vec<Finding> {
     let source = Source::new(text);

@@ -69,11 +69,36 @@ impl Compared {
     }
 }
 
+/// Rows of text under a heading each.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Table {
+    /// The section's title.
+    pub title: String,
+    /// A sentence under it.
+    pub intro: String,
+    /// Headings of the columns.
+    pub head: Vec<String>,
+    /// As many cells a row as there are headings.
+    pub rows: Vec<Vec<String>>,
+}
+
+/// What the page is about: it decides the wording.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Picture {
+    /// A run, with what was measured.
+    #[default]
+    Run,
+    /// A plan that nobody has run yet.
+    Plan,
+}
+
 /// All that the page shows. Empty lists leave their section out, or say that there is nothing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RunReport {
     /// The page's title.
     pub title: String,
+    /// Whether it shows a run or a plan.
+    pub of: Picture,
     /// Facts under the title.
     pub facts: Vec<Fact>,
     /// The numbers at the top.
@@ -90,10 +115,12 @@ pub struct RunReport {
     pub keep: Vec<bool>,
     /// Bytes in each tier over one step.
     pub occupancy: Vec<TierOccupancy>,
-    /// The spans of one measured step.
+    /// The spans of one step: measured of a run, simulated of a plan.
     pub spans: Vec<Span>,
     /// Promised against measured.
     pub comparison: Vec<Compared>,
+    /// Further tables, at the end.
+    pub tables: Vec<Table>,
 }
 
 impl RunReport {
@@ -118,12 +145,17 @@ impl RunReport {
         self.push_head(&mut page);
         page.push_str("</header>\n<main>\n");
         self.push_map(&mut page);
-        self.push_loss(&mut page);
+        if self.of == Picture::Run {
+            self.push_loss(&mut page);
+        }
         self.push_occupancy(&mut page);
         self.push_lanes(&mut page);
         if !self.comparison.is_empty() {
             let intro = "What the plan said before the first step, and what the run did.";
             section(&mut page, "Promised and measured", intro, &table::draw(&self.comparison));
+        }
+        for table in &self.tables {
+            section(&mut page, &table.title, &table.intro, &table::plain(table));
         }
         page.push_str("</main>\n</body>\n</html>\n");
         page
@@ -187,11 +219,11 @@ impl RunReport {
         if self.occupancy.is_empty() {
             return;
         }
-        let legend = legend(&[
-            ("area recompute", "measured"),
-            ("promised", "promised"),
-            ("mark", "budget, a hard limit"),
-        ]);
+        let run = [("area recompute", "measured"), ("promised", "promised")];
+        let plan = [("promised", "simulated")];
+        let mut entries = if self.of == Picture::Run { run.to_vec() } else { plan.to_vec() };
+        entries.push(("mark", "budget, a hard limit"));
+        let legend = legend(&entries);
         let draw = |wide| charts::occupancy(&self.occupancy, wide);
         let intro = "Boundaries, their gradients and staging in each tier while one step runs, and the room for them.";
         section(page, "Activations in memory over one step", intro, &(legend + &draw(true) + &draw(false)));
@@ -212,8 +244,12 @@ impl RunReport {
             ("optimizer", "optimizer"),
         ]);
         let draw = |wide| lanes::draw(&self.spans, wide);
-        let intro = "One measured step. Red on the compute lane is time in which the device stood still.";
-        section(page, "What ran when", intro, &(legend + &draw(true) + &draw(false)));
+        let intro = match self.of {
+            Picture::Run => "One measured step. ",
+            Picture::Plan => "One simulated step. ",
+        };
+        let intro = intro.to_owned() + "Red on the compute lane is time in which the device stood still.";
+        section(page, "What ran when", &intro, &(legend + &draw(true) + &draw(false)));
     }
 }
 

@@ -4,12 +4,27 @@ use std::fmt::Write as _;
 
 use crate::units::Bytes;
 
-use super::Compared;
 use super::map::bytes;
 use super::svg::{Svg, escape, number};
+use super::{Compared, Table};
 
 /// A difference of this many percent fills the bar.
 const FULL_BAR: f64 = 25.0;
+
+/// Plain rows; the first column names them.
+pub(super) fn plain(table: &Table) -> String {
+    let mut out = String::from("<table><thead><tr>");
+    for heading in &table.head {
+        let _ = write!(out, "<th>{}</th>", escape(heading));
+    }
+    out.push_str("</tr></thead><tbody>\n");
+    for row in &table.rows {
+        let cells: String = row.iter().map(|cell| format!("<td>{}</td>", escape(cell))).collect();
+        let _ = writeln!(out, "<tr>{cells}</tr>");
+    }
+    out.push_str("</tbody></table>\n");
+    out
+}
 
 /// The rows as a table. Exact values are in `data-value`.
 pub(super) fn draw(rows: &[Compared]) -> String {

@@ -1,97 +1,126 @@
 //! Flags, and the way from them to a printed plan.
 
-mod input;
+mod args;
+mod given;
+mod models;
+mod next;
 mod output;
+mod plan;
+mod problem;
+mod reference;
 mod show;
+mod sweep;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Parser;
 use lazy_model::Seconds;
-use lazy_solver::budgets::BudgetArgs;
-use lazy_solver::{Method, SolveOptions, Status, explain};
+use lazy_model::perfetto::TraceWriter;
+use lazy_solver::Status;
 
-/// Plans where the activation at every layer boundary lives between forward and backward: in HBM, in host RAM, on NVMe, or nowhere
-/// (recomputed).
-#[derive(Debug, Parser)]
-#[command(name = "lazy-plan", version, group(clap::ArgGroup::new("problem").required(true).args(["chain", "model"])))]
-pub(crate) struct Args {
-    /// Cost chain to solve (JSON). Budgets, rates and weights are the file's own.
-    #[arg(long, value_name = "FILE")]
-    chain: Option<PathBuf>,
-    /// Model to plan for: a Hugging Face style config.json.
-    #[arg(long, value_name = "FILE", requires_all = ["batch", "seq"])]
-    model: Option<PathBuf>,
-    /// Sequences in a batch.
-    #[arg(long, value_name = "N", conflicts_with = "chain")]
-    batch: Option<usize>,
-    /// Tokens in a sequence.
-    #[arg(long, value_name = "N", conflicts_with = "chain")]
-    seq: Option<usize>,
-    /// Bytes of an activation, weight or gradient element.
-    #[arg(long, value_name = "N", default_value_t = 4, conflicts_with = "chain")]
-    element_bytes: usize,
-    /// Most layers between two saved boundaries.
-    #[arg(long, value_name = "N", default_value_t = 4, conflicts_with = "chain")]
-    max_segment_layers: usize,
-    /// Caps and machine; a chain brings its own.
-    #[command(flatten)]
-    budgets: BudgetArgs,
-    /// Stop after this many seconds with the best plan found; without it, search until proven.
-    #[arg(long, value_name = "S")]
-    time_limit_s: Option<f64>,
-    /// Algorithm.
-    #[arg(long, value_enum, default_value = "auto")]
-    method: MethodFlag,
-    /// Write the schedule here.
-    #[arg(long, value_name = "FILE")]
-    out: Option<PathBuf>,
-    /// Print one JSON object and nothing else.
-    #[arg(long)]
-    json: bool,
-}
-
-#[derive(Clone, Copy, Debug, clap::ValueEnum)]
-enum MethodFlag {
-    Auto,
-    Mip,
-}
-
-impl Args {
-    fn options(&self) -> SolveOptions {
-        let method = match self.method {
-            MethodFlag::Auto => Method::Auto,
-            MethodFlag::Mip => Method::Mip,
-        };
-        SolveOptions { time_limit: self.time_limit_s.map(Seconds), method, ..SolveOptions::default() }
-    }
-}
+pub(crate) use args::Args;
+use given::GivenPlan;
+use next::Change;
+use plan::{Clock, Planned};
+use problem::{Input, ModelFacts, Problem};
 
 /// Runs the program.
 ///
 /// With `--json` every verdict of the solver but a failure is a result (exit status 0); without it, only a plan is.
 pub(crate) fn run(args: &Args) -> Result<ExitCode, String> {
-    let planned = input::plan(args)?;
-    // A model's failure is explained where it is found, with everything HBM holds counted.
-    let remedies = if planned.solution.status == Status::Infeasible && planned.why.is_none() {
-        explain(&planned.chain, &args.options()).map_err(|e| e.to_string())?
-    } else {
-        vec![]
-    };
-    if let (Some(path), Some(schedule)) = (&args.out, &planned.schedule) {
-        output::write(path, &schedule.to_json().map_err(|e| e.to_string())?)?;
+    if let Some(sweep) = &args.search.sweep {
+        return run_sweep(args, sweep);
     }
-    if args.json {
-        output::print(&(show::json(&planned, &remedies).to_string() + "\n"))?;
-        let failed = planned.solution.status == Status::Failed;
+    match problem::read(args)? {
+        Input::Sizes(facts) => sizes(args, &facts),
+        Input::Problem(problem) => run_one(args, *problem),
+    }
+}
+
+fn run_one(args: &Args, problem: Problem) -> Result<ExitCode, String> {
+    let clock = Clock::start(&args.options());
+    let planned = planned(args, problem, &clock)?;
+    let wanted = !args.output.json || args.output.next_change || args.output.report.is_some();
+    let changes = if wanted { next::changes(&planned, &args.options(), &clock) } else { vec![] };
+    write_files(args, &planned, &changes)?;
+    let failed = planned.solution.status == Status::Failed;
+    if args.output.json {
+        let shown = args.output.next_change.then_some(&changes[..]);
+        output::print(&(show::json::plan(&planned, shown).to_string() + "\n"))?;
         return Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS });
     }
     match planned.solution.status {
         Status::Optimal | Status::Feasible => {
-            output::print(&show::text(&planned, output::colours()))?;
+            output::print(&show::text::plan(&planned, &changes, output::colours()))?;
             Ok(ExitCode::SUCCESS)
         }
-        _ => Err(show::refusal(&planned, &remedies)),
+        _ => Err(show::refusal(&planned)),
     }
+}
+
+fn planned(args: &Args, problem: Problem, clock: &Clock) -> Result<Planned, String> {
+    match &args.search.evaluate {
+        Some(given) => plan::judge(problem, GivenPlan::read(given, args.search.keep.as_deref())?),
+        None => plan::make(problem, &args.options(), clock),
+    }
+}
+
+/// Whatever was asked for, once there is a plan; texts are made before the first file is written.
+fn write_files(args: &Args, planned: &Planned, changes: &[Change]) -> Result<(), String> {
+    let mut files = Vec::new();
+    if let Some(path) = &args.output.chain_out {
+        files.push(("--chain-out", path, planned.problem.chain.to_json() + "\n"));
+    }
+    if let (Some(path), Some(schedule)) = (&args.output.out, &planned.schedule) {
+        files.push(("--out", path, schedule.to_json().map_err(|e| e.to_string())?));
+    }
+    if let Some(path) = &args.output.trace {
+        if planned.problem.step.is_none() {
+            return Err("--trace: only the physical objective simulates a step: give --model and --machine without reference flags".into());
+        }
+        if let Some(verified) = &planned.verified {
+            let spans = &verified.timeline.spans;
+            let bytes = TraceWriter::new(Vec::new(), &planned.problem.name)
+                .and_then(|mut trace| trace.step(0, Seconds::ZERO, spans).and_then(|()| trace.finish()))
+                .map_err(|e| e.to_string())?;
+            files.push(("--trace", path, String::from_utf8_lossy(&bytes).into_owned()));
+        }
+    }
+    if let (Some(path), Some(_)) = (&args.output.report, &planned.solution.placement) {
+        files.push(("--report", path, show::html::page(planned, changes)));
+    }
+    files.into_iter().try_for_each(|(flag, path, text)| output::write(flag, path, &text))
+}
+
+fn sizes(args: &Args, facts: &ModelFacts) -> Result<ExitCode, String> {
+    if args.search.evaluate.is_some() {
+        return Err("--evaluate needs a machine or budgets: give --machine, or --hbm-activation-gib and --layer-recompute-ms".into());
+    }
+    let text =
+        if args.output.json { show::json::sizes(facts).to_string() + "\n" } else { show::text::sizes(facts) };
+    output::print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One plan a value, each with the whole time limit.
+fn run_sweep(args: &Args, sweep: &sweep::Sweep) -> Result<ExitCode, String> {
+    let mut rows = Vec::new();
+    for (value, args) in sweep.each(args)? {
+        let at = |e| format!("--sweep {}={value}: {e}", sweep.flag);
+        let Input::Problem(problem) = problem::read(&args).map_err(at)? else {
+            return Err(
+                "--sweep needs a machine or budgets to plan for: give --machine or the reference flags"
+                    .into(),
+            );
+        };
+        let clock = Clock::start(&args.options());
+        rows.push((value, plan::make(*problem, &args.options(), &clock).map_err(at)?));
+    }
+    let text = if args.output.json {
+        show::json::sweep(sweep.flag, &rows).to_string() + "\n"
+    } else {
+        show::text::sweep(sweep.flag, &rows)
+    };
+    output::print(&text)?;
+    let failed = rows.iter().any(|(_, planned)| planned.solution.status == Status::Failed);
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

@@ -19,8 +19,8 @@ pub(crate) fn print(text: &str) -> Result<(), String> {
 }
 
 /// Writes to a temporary name in the same folder, then renames: nobody sees half a file.
-pub(crate) fn write(path: &Path, text: &str) -> Result<(), String> {
-    let name = path.file_name().ok_or_else(|| format!("--out {}: name a file", path.display()))?;
+pub(crate) fn write(flag: &str, path: &Path, text: &str) -> Result<(), String> {
+    let name = path.file_name().ok_or_else(|| format!("{flag} {}: name a file", path.display()))?;
     let mut temporary = name.to_os_string();
     temporary.push(format!(".{}.tmp", std::process::id()));
     let temporary = path.with_file_name(temporary);
@@ -30,6 +30,6 @@ pub(crate) fn write(path: &Path, text: &str) -> Result<(), String> {
     written.map_err(|e| {
         // Nothing of ours stays behind; that the file was never made is no second error.
         let _ = fs::remove_file(&temporary);
-        format!("cannot write the schedule to {}: {e}; choose another --out", path.display())
+        format!("cannot write {}: {e}; choose another {flag}", path.display())
     })
 }

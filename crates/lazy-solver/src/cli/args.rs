@@ -1,0 +1,234 @@
+//! The flags.
+
+use std::path::PathBuf;
+
+use clap::{Args as ClapArgs, Parser, ValueEnum};
+use lazy_model::{Seconds, Training};
+use lazy_solver::budgets::BudgetArgs;
+use lazy_solver::{Method, SolveOptions, TieBreak};
+
+use super::reference::{ReferenceArgs, gib};
+use super::sweep::Sweep;
+
+/// Plans where the activation at every layer boundary lives between forward and backward: in HBM, in host RAM, on NVMe, or nowhere
+/// (recomputed).
+///
+/// The problem is a cost chain (--chain), or a model on a machine (--model with --machine), or a model with the parameters of the
+/// published reference command (--model with any flag under "Reference command").
+#[derive(Clone, Debug, Parser)]
+#[command(name = "lazy-plan", version, allow_negative_numbers = true, group(clap::ArgGroup::new("problem").required(true).args(["chain", "model"])))]
+pub(crate) struct Args {
+    /// Cost chain to solve (JSON). Budgets, rates and weights are the file's own, but for reference flags given beside it
+    #[arg(long, value_name = "FILE")]
+    pub(crate) chain: Option<PathBuf>,
+    /// Model to plan for: a config.json as Hugging Face has it, the folder that holds one, or a name that ships with this program
+    /// (an unknown one lists them)
+    #[arg(long, value_name = "NAME|PATH")]
+    pub(crate) model: Option<PathBuf>,
+    /// Sequences in a batch [default: 1]
+    #[arg(long, value_name = "N", conflicts_with = "chain")]
+    pub(crate) batch: Option<usize>,
+    /// Tokens in a sequence [default: 1024]
+    #[arg(long, value_name = "N", conflicts_with = "chain")]
+    pub(crate) seq: Option<usize>,
+    /// Bytes of an activation, weight or gradient element
+    #[arg(
+        long,
+        value_name = "N",
+        visible_alias = "dtype-bytes",
+        default_value_t = 2,
+        conflicts_with = "chain"
+    )]
+    pub(crate) element_bytes: usize,
+    /// Most layers between two saved boundaries [default: 4, or the chain's]
+    #[arg(long, value_name = "N", visible_alias = "max-segment-layers")]
+    pub(crate) max_segment: Option<usize>,
+    #[command(flatten)]
+    pub(crate) budgets: BudgetArgs,
+    #[command(flatten)]
+    pub(crate) training: TrainingArgs,
+    #[command(flatten)]
+    pub(crate) reference: ReferenceArgs,
+    #[command(flatten)]
+    pub(crate) search: SearchArgs,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+/// How the model is trained, as far as the physical objective sees it.
+#[derive(Clone, Debug, Default, PartialEq, ClapArgs)]
+#[command(next_help_heading = "Training (physical objective)")]
+pub(crate) struct TrainingArgs {
+    /// Batches of --batch sequences in one optimizer step [default: 1]
+    #[arg(long, value_name = "N")]
+    pub(crate) micro_batches: Option<usize>,
+    /// Layer weights live in host RAM and are copied in for every pass over a layer
+    #[arg(long)]
+    pub(crate) stream_weights: bool,
+    /// Layer gradients are copied to host RAM as they arise
+    #[arg(long)]
+    pub(crate) stream_gradients: bool,
+    /// Bytes of optimizer state a parameter that stay in HBM; 0: all of it is streamed [default: 0]
+    #[arg(long, value_name = "N")]
+    pub(crate) state_bytes: Option<u64>,
+    /// Tokens whose logits exist at once [default: 4096]
+    #[arg(long, value_name = "N")]
+    pub(crate) loss_chunk_tokens: Option<u64>,
+    /// HBM of the device's context and of libraries [default: 0]
+    #[arg(long, value_name = "GIB")]
+    pub(crate) hbm_reserved_gib: Option<f64>,
+    /// Host RAM that is taken throughout, for example by the optimizer's ring [default: 0]
+    #[arg(long, value_name = "GIB")]
+    pub(crate) host_reserved_gib: Option<f64>,
+}
+
+impl TrainingArgs {
+    /// The training these flags describe, with weights and gradients of `element_bytes`.
+    pub(crate) fn training(
+        &self,
+        element_bytes: usize,
+        max_segment: Option<usize>,
+    ) -> Result<Training, String> {
+        let default = Training::default();
+        Ok(Training {
+            micro_batches: self.micro_batches.unwrap_or(default.micro_batches).max(1),
+            weight_bytes: element_bytes as u64,
+            gradient_bytes: element_bytes as u64,
+            state_bytes: self.state_bytes.unwrap_or(default.state_bytes).min(1 << 10),
+            stream_weights: self.stream_weights,
+            stream_gradients: self.stream_gradients,
+            loss_chunk_tokens: self.loss_chunk_tokens.unwrap_or(default.loss_chunk_tokens).max(1),
+            max_segment: max_segment.unwrap_or(default.max_segment),
+            reserved: gib("hbm-reserved-gib", self.hbm_reserved_gib)?.unwrap_or_default(),
+            host_reserved: gib("host-reserved-gib", self.host_reserved_gib)?.unwrap_or_default(),
+        })
+    }
+}
+
+/// What is minimised, and how.
+#[derive(Clone, Debug, ClapArgs)]
+#[command(next_help_heading = "Search")]
+pub(crate) struct SearchArgs {
+    /// What is minimised: the reference's sum over a chain, or the predicted step time with HBM counted at every moment [default:
+    /// reference with --chain or any reference flag, otherwise physical]
+    #[arg(long, value_enum)]
+    pub(crate) objective: Option<ObjectiveFlag>,
+    /// Which of equally fast plans: by the chain's weights, or fewest checkpoints and then fewest on NVMe [default: weighted with the
+    /// reference objective, otherwise lexicographic]
+    #[arg(long, value_enum)]
+    pub(crate) tie_break: Option<TieBreakFlag>,
+    /// Stop after this many seconds with the best plan found; without it, search until proven
+    #[arg(long, value_name = "S")]
+    pub(crate) time_limit_s: Option<f64>,
+    /// Algorithm
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) method: MethodFlag,
+    /// Judge this plan instead of solving: a schedule file, a plan's --json output, or one letter a boundary over G (HBM), C (host),
+    /// N (NVMe), - (recomputed)
+    #[arg(long, value_name = "SCHEDULE", allow_hyphen_values = true)]
+    pub(crate) evaluate: Option<String>,
+    /// With --evaluate and letters: one letter a layer over K (internals kept), - (recomputed)
+    #[arg(long, value_name = "LETTERS", allow_hyphen_values = true, requires = "evaluate")]
+    pub(crate) keep: Option<String>,
+    /// Plan once for each value of one flag, for example host-activation-gib=8,10,12. Any budget, bandwidth, --batch and --seq
+    #[arg(long, value_name = "FLAG=V1,V2,..", conflicts_with_all = ["evaluate", "out", "report", "trace", "chain_out"])]
+    pub(crate) sweep: Option<Sweep>,
+}
+
+/// Where the answer goes.
+#[derive(Clone, Debug, ClapArgs)]
+#[command(next_help_heading = "Output")]
+pub(crate) struct OutputArgs {
+    /// Print one JSON object (with --sweep, an array) and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Also say in the JSON what more of each budget would save; the table says so anyway
+    #[arg(long, requires = "json", conflicts_with = "sweep")]
+    pub(crate) next_change: bool,
+    /// Write the schedule here (JSON)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
+    /// Write a report with pictures here (HTML)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<PathBuf>,
+    /// Write the simulated step here, for ui.perfetto.dev; needs the physical objective
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
+    /// Write the cost chain that was solved here (JSON)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) chain_out: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ObjectiveFlag {
+    Reference,
+    Physical,
+}
+
+impl ObjectiveFlag {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            ObjectiveFlag::Reference => "reference",
+            ObjectiveFlag::Physical => "physical",
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TieBreakFlag {
+    Weighted,
+    Lexicographic,
+}
+
+impl TieBreakFlag {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            TieBreakFlag::Weighted => "weighted",
+            TieBreakFlag::Lexicographic => "lexicographic",
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum MethodFlag {
+    Auto,
+    Mip,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnOff {
+    On,
+    Off,
+}
+
+impl Args {
+    /// What is minimised: said, or by where the problem comes from.
+    pub(crate) fn objective(&self) -> ObjectiveFlag {
+        let reference = self.chain.is_some() || !self.reference.is_empty();
+        self.search.objective.unwrap_or(if reference {
+            ObjectiveFlag::Reference
+        } else {
+            ObjectiveFlag::Physical
+        })
+    }
+
+    /// How ties are broken: said, or by the objective.
+    pub(crate) fn tie_break(&self) -> TieBreakFlag {
+        self.search.tie_break.unwrap_or(match self.objective() {
+            ObjectiveFlag::Reference => TieBreakFlag::Weighted,
+            ObjectiveFlag::Physical => TieBreakFlag::Lexicographic,
+        })
+    }
+
+    pub(crate) fn options(&self) -> SolveOptions {
+        let method = match self.search.method {
+            MethodFlag::Auto => Method::Auto,
+            MethodFlag::Mip => Method::Mip,
+        };
+        let tie_break = match self.tie_break() {
+            TieBreakFlag::Weighted => TieBreak::Weighted,
+            TieBreakFlag::Lexicographic => TieBreak::Lexicographic,
+        };
+        SolveOptions { time_limit: self.search.time_limit_s.map(Seconds), method, tie_break }
+    }
+}

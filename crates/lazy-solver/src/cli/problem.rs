@@ -1,0 +1,250 @@
+//! From files and flags to a problem.
+
+use std::fs;
+use std::path::Path;
+
+use lazy_model::reference::{HbmRoom, Mandatory, OptimizerTime};
+use lazy_model::step::TierBytes;
+use lazy_model::{
+    Bytes, CostChain, HardwareProfile, ModelSpec, ReferenceSettings, StepProblem, Tier, Workload,
+};
+
+use super::args::{Args, ObjectiveFlag, TieBreakFlag, TrainingArgs};
+use super::given::Reference;
+use super::models;
+
+/// A model and what one step trains it on.
+pub(crate) struct ModelFacts {
+    pub(crate) name: String,
+    pub(crate) spec: ModelSpec,
+    pub(crate) work: Workload,
+}
+
+/// What is to be planned.
+pub(crate) struct Problem {
+    /// The model, or the chain's file.
+    pub(crate) name: String,
+    pub(crate) model: Option<ModelFacts>,
+    pub(crate) profile: Option<HardwareProfile>,
+    /// The placement problem; of a step, the one with all the room its caps leave.
+    pub(crate) chain: CostChain,
+    /// Present with the physical objective.
+    pub(crate) step: Option<StepProblem>,
+    /// What was assumed on the way, in sentences.
+    pub(crate) notes: Vec<String>,
+    pub(crate) optimizer: Option<OptimizerTime>,
+    pub(crate) reference: Option<Reference>,
+    pub(crate) objective: ObjectiveFlag,
+    pub(crate) tie_break: TieBreakFlag,
+}
+
+/// What the flags ask for.
+pub(crate) enum Input {
+    /// No machine and no budgets: the model's sizes alone.
+    Sizes(Box<ModelFacts>),
+    Problem(Box<Problem>),
+}
+
+pub(crate) fn read(args: &Args) -> Result<Input, String> {
+    match (&args.chain, &args.model) {
+        (Some(path), _) => of_chain(args, path).map(|p| Input::Problem(Box::new(p))),
+        (None, Some(path)) => of_model(args, path),
+        (None, None) => Err("give --chain FILE or --model NAME".into()),
+    }
+}
+
+fn of_chain(args: &Args, path: &Path) -> Result<Problem, String> {
+    if args.training != TrainingArgs::default() {
+        return Err(
+            "a chain already holds what follows from training: leave out the flags under Training".into()
+        );
+    }
+    if args.search.objective == Some(ObjectiveFlag::Physical) {
+        return Err("--objective physical predicts whole steps, which a chain does not describe: give --model and --machine".into());
+    }
+    let text = fs::read_to_string(path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
+    let mut chain = CostChain::from_json(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    hbm_cap(args, &mut chain)?;
+    args.reference.change(&mut chain)?;
+    chain.max_segment_layers = args.max_segment.unwrap_or(chain.max_segment_layers);
+    let name = chain.name.clone().unwrap_or_else(|| path.display().to_string());
+    let problem = Problem {
+        name,
+        model: None,
+        profile: None,
+        chain,
+        step: None,
+        notes: vec![],
+        optimizer: args.reference.optimizer()?,
+        reference: None,
+        objective: ObjectiveFlag::Reference,
+        tie_break: args.tie_break(),
+    };
+    with_reference(args, problem)
+}
+
+/// Of the caps on everything, a chain knows that of HBM at most.
+fn hbm_cap(args: &Args, chain: &mut CostChain) -> Result<(), String> {
+    if args.budgets.is_empty() {
+        return Ok(());
+    }
+    match (&mut chain.hbm_cap_bytes, args.budgets.cap(Tier::Hbm)?) {
+        (Some(cap), Some(given)) if args.budgets.only_hbm() => {
+            // A budget for boundaries that the cap switched off stays switched off.
+            if chain.gpu_budget_bytes >= *cap {
+                chain.gpu_budget_bytes = given;
+            }
+            *cap = given;
+            Ok(())
+        }
+        _ => Err("a chain brings its own budgets and rates: leave out --profile and the size flags (--hbm-gib goes with a chain that \
+                  sets hbm_cap_bytes), give --hbm-activation-gib and its like, or change the file"
+            .into()),
+    }
+}
+
+fn of_model(args: &Args, path: &Path) -> Result<Input, String> {
+    let (name, spec) = models::find(path)?;
+    let work = Workload::new(args.batch.unwrap_or(1), args.seq.unwrap_or(1024), args.element_bytes)
+        .map_err(|e| e.to_string())?;
+    let facts = ModelFacts { name, spec, work };
+    let profile = args.budgets.hardware()?;
+    match args.objective() {
+        ObjectiveFlag::Reference => reference_problem(args, facts, profile),
+        ObjectiveFlag::Physical => physical_problem(args, facts, profile),
+    }
+    .and_then(|input| match input {
+        Input::Problem(problem) => with_reference(args, *problem).map(|p| Input::Problem(Box::new(p))),
+        sizes @ Input::Sizes(_) => Ok(sizes),
+    })
+}
+
+fn reference_problem(
+    args: &Args,
+    facts: ModelFacts,
+    profile: Option<HardwareProfile>,
+) -> Result<Input, String> {
+    if args.budgets.has_sizes() {
+        return Err("--hbm-gib, --host-gib, --nvme-gib and their like cap everything a tier holds and go with the physical \
+                    objective; the reference objective budgets boundaries alone: give --hbm-activation-gib (or --peak-cap-gib), \
+                    --host-activation-gib, --nvme-activation-gib"
+            .into());
+    }
+    if args.training != TrainingArgs::default() {
+        return Err("--micro-batches, --stream-weights and the other flags under Training belong to the physical objective: leave them or \
+                    the reference flags out"
+            .into());
+    }
+    let links = profile.as_ref().map(|p| p.links.rates());
+    let settings = args.reference.settings(links, args.max_segment)?;
+    let chain = settings.chain(&facts.spec, &facts.work).map_err(|e| e.to_string())?;
+    let mut notes = facts.spec.notes.clone();
+    notes.extend(assumptions(&settings, &chain));
+    Ok(Input::Problem(Box::new(Problem {
+        name: facts.name.clone(),
+        model: Some(facts),
+        profile,
+        chain,
+        step: None,
+        notes,
+        optimizer: args.reference.optimizer()?,
+        reference: None,
+        objective: ObjectiveFlag::Reference,
+        tie_break: args.tie_break(),
+    })))
+}
+
+/// Where the budgets and the mandatory traffic of the chain come from.
+fn assumptions(settings: &ReferenceSettings, chain: &CostChain) -> Vec<String> {
+    let mut notes = Vec::new();
+    if let HbmRoom::Peak { cap_gib, baseline_gib, interval } = settings.hbm {
+        let saved = chain.layers.div_ceil(interval.max(1)) + 1;
+        notes.push(format!(
+            "HBM for boundaries is {cap_gib} - {baseline_gib} GiB and the {saved} boundaries of the measured run: {:.3} GiB",
+            chain.gpu_budget_bytes.as_gib()
+        ));
+    }
+    let staging = settings.host.saturating_sub(chain.cpu_budget_bytes);
+    if staging > Bytes::ZERO {
+        notes.push(format!("staging for NVMe takes {staging} of the host budget of {}", settings.host));
+    }
+    let total = chain.param_h2d_bytes.iter().copied().sum::<Bytes>();
+    match settings.mandatory {
+        Mandatory::Off => {}
+        Mandatory::ReferenceCount => notes.push(format!(
+            "weights and gradients take {total} of the windows each way, by the reference's approximate count of a layer"
+        )),
+        Mandatory::ExactCount => notes.push(format!(
+            "weights and gradients take {total} of the windows each way, by the exact count of each layer"
+        )),
+    }
+    notes
+}
+
+fn physical_problem(
+    args: &Args,
+    facts: ModelFacts,
+    profile: Option<HardwareProfile>,
+) -> Result<Input, String> {
+    if !args.reference.only_rates() {
+        return Err("--objective physical takes --hbm-gib, --host-gib, --nvme-gib, --machine and rates; of the reference command's \
+                    other flags none applies to it: leave them or --objective physical out"
+            .into());
+    }
+    let Some(mut profile) = profile else {
+        if args.budgets.is_empty() && args.reference.is_empty() {
+            return Ok(Input::Sizes(Box::new(facts)));
+        }
+        return Err("a plan needs a machine: give --machine with a preset's name or a profile that `cargo xtask probe` wrote".into());
+    };
+    let rates = args.reference.rates(profile.links.rates())?;
+    profile.links.d2h.value = rates.d2h;
+    profile.links.h2d.value = rates.h2d;
+    profile.links.nvme_write.value = rates.nvme_write;
+    profile.links.nvme_read.value = rates.nvme_read;
+    let step = step_problem(args, &facts, &profile)?;
+    let notes = facts.spec.notes.clone();
+    Ok(Input::Problem(Box::new(Problem {
+        name: facts.name.clone(),
+        model: Some(facts),
+        profile: Some(profile),
+        chain: step.chain(room(&step)),
+        step: Some(step),
+        notes,
+        optimizer: None,
+        reference: None,
+        objective: ObjectiveFlag::Physical,
+        tie_break: args.tie_break(),
+    })))
+}
+
+/// What the caps leave for boundaries.
+pub(crate) fn room(step: &StepProblem) -> TierBytes {
+    let mut room = TierBytes::default();
+    for tier in Tier::ALL {
+        *room.get_mut(tier) = step.budgets.get(tier).saturating_sub(step.fixed.get(tier));
+    }
+    room
+}
+
+/// Reads the reference schedule and puts its locks into the chain.
+fn with_reference(args: &Args, mut problem: Problem) -> Result<Problem, String> {
+    if let Some(given) = &args.reference.reference_schedule {
+        let reference = Reference::read(given)?;
+        reference.lock(&mut problem.chain, args.reference.lock_edges, args.reference.lock_hbm)?;
+        problem.reference = Some(reference);
+    }
+    Ok(problem)
+}
+
+fn step_problem(args: &Args, facts: &ModelFacts, profile: &HardwareProfile) -> Result<StepProblem, String> {
+    // A tier that nobody gives a size holds nothing.
+    let budget =
+        |tier| Ok::<_, String>(args.budgets.cap(tier)?.or(profile.tiers.get(tier)).unwrap_or(Bytes::ZERO));
+    let budgets = TierBytes { hbm: budget(Tier::Hbm)?, host: budget(Tier::Host)?, nvme: budget(Tier::Nvme)? };
+    let training = args.training.training(args.element_bytes, args.max_segment)?;
+    if training.max_segment == 0 {
+        return Err("--max-segment 0: a block has at least 1 layer".into());
+    }
+    StepProblem::for_model(&facts.spec, &facts.work, profile, budgets, &training).map_err(|e| e.to_string())
+}

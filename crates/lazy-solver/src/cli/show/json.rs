@@ -1,0 +1,198 @@
+//! Plans for programs.
+
+use lazy_model::keep::Keep;
+use lazy_model::{LinkLoad, Placement, Seconds};
+use lazy_solver::{Remedy, Status};
+use serde_json::{Map, Value, json};
+
+use super::super::next::Change;
+use super::super::plan::{Planned, Rival};
+use super::super::problem::ModelFacts;
+use super::{boundaries, internals, kinds, refusal, throughput, verdict};
+
+/// The one object of `--json`.
+pub(crate) fn plan(planned: &Planned, changes: Option<&[Change]>) -> Value {
+    let mut object = Map::new();
+    put(&mut object, result(planned));
+    put(&mut object, context(planned));
+    if let Some(model) = &planned.problem.model {
+        put(&mut object, of_model(model));
+    }
+    if let Some(changes) = changes {
+        let entry = |c: &Change| json!({"tier": c.tier, "more_bytes": c.more, "saves_ms": c.saves_ms, "text": c.sentence()});
+        object.insert("next_change".into(), changes.iter().map(entry).collect());
+    }
+    Value::Object(object)
+}
+
+fn put(object: &mut Map<String, Value>, more: Value) {
+    if let Value::Object(more) = more {
+        object.extend(more);
+    }
+}
+
+/// What was found.
+fn result(planned: &Planned) -> Value {
+    let solution = &planned.solution;
+    let evaluation = solution.evaluation.as_ref();
+    let with = |wanted| solution.placement.as_ref().map(|p| boundaries(p, wanted));
+    let mut value = json!({
+        "status": solution.status.name(),
+        "objective_ms": solution.objective_ms,
+        "bound_ms": solution.bound_ms,
+        "gap": solution.gap,
+        "solve_s": solution.solve.get(),
+        "method": if planned.given { "given" } else { solution.method.name() },
+        "counts": evaluation.map(|e| e.counts),
+        "hbm": with(Placement::Hbm),
+        "host": with(Placement::Host),
+        "nvme": with(Placement::Nvme),
+        "recompute": with(Placement::Recompute),
+        "exposed_ms": evaluation.map(|e| e.exposed_ms),
+        "recompute_ms": evaluation.map(|e| e.recompute_ms),
+        "step_ms": evaluation.map(|e| e.step_ms()),
+        "predicted_step_s": planned.promise().map(|p| p.step_s.get()),
+        "peaks": planned.peaks(),
+        "placement": solution.placement_string(),
+    });
+    if let Some(keep) = solution.keep_string() {
+        value["keep"] = json!(keep);
+        value["base_recompute_ms"] = json!(evaluation.map(|e| e.base_recompute_ms));
+    }
+    match solution.status {
+        Status::Infeasible => {
+            value["message"] = json!(refusal(planned));
+            value["remedies"] = planned.remedies.iter().map(remedy).collect();
+        }
+        Status::Failed => value["message"] = json!(solution.message),
+        _ => {}
+    }
+    if let Some(throughput) = throughput(planned) {
+        value["tokens_per_s"] = json!(throughput.tokens_per_s);
+        value["tflops_6n"] = json!(throughput.tflops[0]);
+        value["tflops_exact"] = json!(throughput.tflops[1]);
+        value["mfu"] = json!(throughput.mfu.map(|m| m[0]));
+        value["mfu_exact"] = json!(throughput.mfu.map(|m| m[1]));
+    }
+    value
+}
+
+fn remedy(remedy: &Remedy) -> Value {
+    let mut value = json!({"text": remedy.to_string()});
+    match remedy {
+        Remedy::Budget { tier, budget, smallest } => {
+            value["tier"] = json!(tier);
+            value["budget_bytes"] = json!(budget);
+            value["smallest_bytes"] = json!(smallest);
+        }
+        Remedy::HbmCap { cap, smallest } => {
+            value["tier"] = json!("hbm");
+            value["budget_bytes"] = json!(cap);
+            value["smallest_bytes"] = json!(smallest);
+        }
+        Remedy::SegmentLayers { smallest, .. } => value["max_segment_layers"] = json!(smallest),
+        Remedy::Rate { pool } => value["link"] = json!(pool.name()),
+        _ => {}
+    }
+    value
+}
+
+/// What it was found for, and what it is held against.
+fn context(planned: &Planned) -> Value {
+    let problem = &planned.problem;
+    let mut value = json!({
+        "name": problem.name,
+        "objective": problem.objective.name(),
+        "tie_break": problem.tie_break.name(),
+        "layers": problem.chain.layers,
+        "max_segment_layers": problem.chain.max_segment_layers,
+        "budgets": planned.budgets(),
+        "notes": problem.notes,
+        "links": links(planned),
+        "baselines": planned.rivals.iter().map(rival).collect::<Value>(),
+        "verdict": verdict(planned),
+        "beats_baselines": planned.time_ms().map(|ours| {
+            planned.best_rival().is_none_or(|(_, theirs)| ours < theirs - 1e-6)
+        }),
+    });
+    if let Some(optimizer) = &problem.optimizer {
+        value["optimizer_s"] = json!(optimizer.total().get());
+        value["optimizer_8bit_fraction"] = json!(optimizer.fraction_8bit);
+    }
+    value
+}
+
+fn links(planned: &Planned) -> Value {
+    let exposed = planned.solution.evaluation.as_ref().map(|e| e.exposed_ms);
+    let entry = |load: LinkLoad| {
+        let boundary_ms = Some(load.largest_boundary.as_ms()).filter(|ms| ms.is_finite());
+        let value = json!({
+            "bytes_per_s": load.rate.get(),
+            "boundary_ms": boundary_ms,
+            "window_bytes": load.windows,
+            "mandatory_bytes": load.mandatory,
+            "moved_bytes": load.moved,
+            "exposed_ms": exposed.map(|e| e.get(load.pool)),
+        });
+        (load.pool.name().to_owned(), value)
+    };
+    let loads = LinkLoad::of(&planned.problem.chain, planned.solution.placement.as_deref());
+    Value::Object(loads.into_iter().map(entry).collect())
+}
+
+fn rival(rival: &Rival) -> Value {
+    let placement: String = rival.placement.iter().map(|p| p.letter()).collect();
+    let cost = rival.cost.as_ref().ok();
+    let mut value = json!({
+        "name": rival.name,
+        "placement": placement,
+        "fits": cost.is_some(),
+        "objective_ms": cost.and_then(|c| c.objective_ms),
+        "step_ms": cost.and_then(|c| c.step_ms),
+        "predicted_step_s": cost.and_then(|c| c.predicted).map(Seconds::get),
+        "why_not": rival.cost.as_ref().err(),
+    });
+    if rival.keep.iter().any(|k| *k != Keep::Recompute) {
+        value["keep"] = json!(rival.keep.iter().map(|k| k.letter()).collect::<String>());
+    }
+    value
+}
+
+/// A model's sizes, with no plan.
+pub(crate) fn sizes(model: &ModelFacts) -> Value {
+    let mut object = Map::new();
+    put(
+        &mut object,
+        json!({
+            "status": "sized", "name": model.name, "layers": model.spec.layers(), "notes": model.spec.notes,
+        }),
+    );
+    put(&mut object, of_model(model));
+    Value::Object(object)
+}
+
+fn of_model(model: &ModelFacts) -> Value {
+    let (spec, work) = (&model.spec, &model.work);
+    json!({
+        "model": model.name,
+        "parameters": spec.total_parameters(),
+        "layer_kinds": kinds(spec),
+        "batch": work.batch(),
+        "seq": work.sequence(),
+        "element_bytes": work.element_bytes(),
+        "boundary_bytes": spec.boundary_bytes(work),
+        "internals_bytes": internals(model),
+        "flops_per_token": spec.flops_per_token_6n(),
+        "flops_per_token_exact": spec.flops_per_token_exact(work),
+    })
+}
+
+/// The array of `--sweep`.
+pub(crate) fn sweep(flag: &str, rows: &[(f64, Planned)]) -> Value {
+    let entry = |(value, planned): &(f64, Planned)| {
+        let mut object = plan(planned, None);
+        object["sweep"] = json!({"flag": flag, "value": value});
+        object
+    };
+    rows.iter().map(entry).collect()
+}

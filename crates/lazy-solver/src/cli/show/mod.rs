@@ -1,0 +1,128 @@
+//! A plan as JSON, as a table with a map, as a report, or the reason why there is none.
+
+pub(crate) mod html;
+pub(crate) mod json;
+mod map;
+pub(crate) mod text;
+
+use std::collections::BTreeMap;
+
+use lazy_model::config::Mlp;
+use lazy_model::{Bytes, LayerIndex, ModelSpec, Placement, Seconds};
+use lazy_solver::{Remedy, Status};
+
+use super::plan::Planned;
+use super::problem::ModelFacts;
+
+/// Why there is no plan, in sentences for people.
+pub(crate) fn refusal(planned: &Planned) -> String {
+    let solution = &planned.solution;
+    let remedies: Vec<String> = planned.remedies.iter().map(Remedy::to_string).collect();
+    let list = remedies.join("\n  - ");
+    match solution.status {
+        Status::NoIncumbent => format!(
+            "no placement was found within the time limit ({}); there may be one: raise --time-limit-s",
+            solution.solve
+        ),
+        Status::Infeasible if planned.given => {
+            format!("the plan breaks a rule: {}", planned.why.as_deref().unwrap_or("no rule was named"))
+        }
+        Status::Infeasible => match (&planned.why, remedies.is_empty()) {
+            (Some(why), true) => why.clone(),
+            (Some(why), false) => format!("{why}\nAny one of these would help:\n  - {list}"),
+            (None, true) => {
+                "no placement keeps all rules, and no single budget, block limit or lock is to blame: raise several budgets".into()
+            }
+            (None, false) => {
+                format!("no placement keeps all rules. Any one of these would help:\n  - {list}")
+            }
+        },
+        _ => format!("the solver failed: {}", solution.message.as_deref().unwrap_or("no reason given")),
+    }
+}
+
+/// How good the plan is known to be.
+fn proof(planned: &Planned) -> String {
+    let solution = &planned.solution;
+    match (planned.given, solution.status, solution.gap) {
+        (true, ..) => "as given".into(),
+        (_, Status::Optimal, _) => "proven optimal".into(),
+        (_, _, Some(gap)) => format!("not proven, at most {:.3} % from the optimum", gap * 100.0),
+        _ => "not proven".into(),
+    }
+}
+
+/// What a whole step comes to for a model.
+struct Throughput {
+    tokens_per_s: f64,
+    /// 10^12 operations a second, by the 6N convention and by exact counting.
+    tflops: [f64; 2],
+    /// Shares of the machine's best, in the same order, where that is known.
+    mfu: Option<[f64; 2]>,
+}
+
+fn throughput(planned: &Planned) -> Option<Throughput> {
+    let (promise, model) = (planned.promise()?, planned.problem.model.as_ref()?);
+    let micro_batches = planned.problem.step.as_ref().map_or(1, |s| s.micro_batches);
+    let tokens_per_s = micro_batches as f64 * model.work.tokens() as f64 / promise.step_s.get();
+    let per_token = [model.spec.flops_per_token_6n(), model.spec.flops_per_token_exact(&model.work)];
+    let tflops = per_token.map(|flops| flops * tokens_per_s / 1e12);
+    let compute = planned.problem.profile.as_ref().and_then(|p| p.compute.as_ref());
+    let best = compute.map(|c| c.matmul_flops_per_s.value / 1e12).filter(|best| *best > 0.0);
+    tokens_per_s.is_finite().then(|| Throughput {
+        tokens_per_s,
+        tflops,
+        mfu: best.map(|best| tflops.map(|t| t / best)),
+    })
+}
+
+/// Internals of a layer of each kind; where layers of a kind differ, the largest.
+fn internals(model: &ModelFacts) -> BTreeMap<String, Bytes> {
+    let mut kinds = BTreeMap::new();
+    for layer in (0..model.spec.layers()).map(LayerIndex) {
+        let entry = kinds.entry(kind_of(&model.spec, layer)).or_insert(Bytes::ZERO);
+        *entry = (*entry).max(model.spec.internals_bytes(layer, &model.work));
+    }
+    kinds
+}
+
+/// The name of `layer_types`; where some layers have experts and some do not, those that have say so.
+fn kind_of(spec: &ModelSpec, layer: LayerIndex) -> String {
+    let experts = |layer| matches!(spec.layer(layer).mlp, Mlp::Moe(_));
+    let mixed = (0..spec.layers()).any(|l| experts(LayerIndex(l)) != experts(LayerIndex(0)));
+    let name = spec.layer_kind(layer).name();
+    if mixed && experts(layer) { format!("{name}_moe") } else { name.to_owned() }
+}
+
+/// Layers of each kind.
+fn kinds(spec: &ModelSpec) -> BTreeMap<String, usize> {
+    let mut kinds = BTreeMap::new();
+    for layer in (0..spec.layers()).map(LayerIndex) {
+        *kinds.entry(kind_of(spec, layer)).or_insert(0) += 1;
+    }
+    kinds
+}
+
+/// `48 linear_attention, 16 full_attention`.
+fn kinds_in_words(spec: &ModelSpec) -> String {
+    let list: Vec<String> = kinds(spec).into_iter().map(|(name, count)| format!("{count} {name}")).collect();
+    list.join(", ")
+}
+
+/// How the plan compares with the best one made by hand.
+fn verdict(planned: &Planned) -> Option<String> {
+    let (rival, theirs) = planned.best_rival()?;
+    let ours = planned.time_ms()?;
+    let difference = Seconds::from_ms((theirs - ours).abs());
+    Some(if ours < theirs - 1e-6 {
+        format!("{difference} faster than `{}`, the best plan made by hand", rival.name)
+    } else if ours > theirs + 1e-6 {
+        format!("{difference} slower than `{}`: use that plan instead", rival.name)
+    } else {
+        format!("no faster than `{}`", rival.name)
+    })
+}
+
+fn boundaries(placement: &[Placement], wanted: Placement) -> Vec<usize> {
+    (0..placement.len()).filter(|&i| placement[i] == wanted).collect()
+}

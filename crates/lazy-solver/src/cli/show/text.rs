@@ -1,0 +1,281 @@
+//! Plans for people.
+
+use std::fmt::{Result, Write};
+
+use lazy_model::{Bytes, Evaluation, LinkLoad, Seconds, Tier};
+use lazy_solver::Status;
+
+use super::super::next::Change;
+use super::super::plan::{Planned, Rival};
+use super::super::problem::ModelFacts;
+use super::{internals, kinds_in_words, map, proof, refusal, throughput, verdict};
+
+pub(crate) fn plan(planned: &Planned, changes: &[Change], colours: bool) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = write_plan(&mut out, planned, changes, colours);
+    out
+}
+
+fn write_plan(out: &mut String, planned: &Planned, changes: &[Change], colours: bool) -> Result {
+    let solution = &planned.solution;
+    let (Some(evaluation), Some(placement)) = (&solution.evaluation, &solution.placement) else {
+        return Ok(());
+    };
+    head(out, planned)?;
+    tiers(out, planned, evaluation)?;
+    links(out, planned, evaluation)?;
+    times(out, planned, evaluation)?;
+    writeln!(out)?;
+    map::write(out, placement, solution.keep.as_deref(), colours)?;
+    rivals(out, planned)?;
+    if let Some(best) = changes.first() {
+        writeln!(out, "\nnext change: {}", best.sentence())?;
+        for change in &changes[1..] {
+            writeln!(out, "             {}", change.sentence())?;
+        }
+    }
+    Ok(())
+}
+
+fn head(out: &mut String, planned: &Planned) -> Result {
+    let (problem, solution) = (&planned.problem, &planned.solution);
+    write!(out, "{}: ", problem.name)?;
+    if let Some(model) = &problem.model {
+        model_line(out, model)?;
+    }
+    if let Some(profile) = &problem.profile {
+        writeln!(out, "on {}", profile.name)?;
+    }
+    for note in &problem.notes {
+        writeln!(out, "note: {note}")?;
+    }
+    let how = if planned.given {
+        String::new()
+    } else {
+        format!(", {} in {}", solution.method.name(), solution.solve)
+    };
+    let boundaries = problem.chain.boundaries();
+    writeln!(out, "{} layers, {boundaries} boundaries: {}{how}", problem.chain.layers, proof(planned))?;
+    writeln!(out, "objective: {}, ties: {}\n", problem.objective.name(), problem.tie_break.name())
+}
+
+fn model_line(out: &mut String, model: &ModelFacts) -> Result {
+    let (spec, work) = (&model.spec, &model.work);
+    let boundary = spec.boundary_bytes(work);
+    writeln!(
+        out,
+        "{:.3}e9 parameters, {}\n{} x {} tokens of {} bytes an element; a boundary is {} bytes ({} GiB)",
+        spec.total_parameters() as f64 / 1e9,
+        kinds_in_words(spec),
+        work.batch(),
+        work.sequence(),
+        work.element_bytes(),
+        boundary.get(),
+        boundary.as_gib()
+    )
+}
+
+/// What fits where. Capacities are GiB; the plain bytes stand beside them.
+fn tiers(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result {
+    let counts = evaluation.counts;
+    let (peaks, budgets) = (planned.peaks().unwrap_or_default(), planned.budgets());
+    let exact = planned.promise().is_some() || evaluation.hbm_peak.is_some();
+    let held = if exact { "peak" } else { "held" };
+    writeln!(
+        out,
+        "{:<10} {:>10} {held:>14} {:>14} {:>18} {:>18}",
+        "", "boundaries", "budget", "bytes", "of"
+    )?;
+    for (tier, count) in [(Tier::Hbm, counts.hbm), (Tier::Host, counts.host), (Tier::Nvme, counts.nvme)] {
+        let (held, budget) = (peaks.get(tier), budgets.get(tier));
+        writeln!(
+            out,
+            "{:<10} {count:>10} {:>14} {:>14} {:>18} {:>18}",
+            tier.name(),
+            held.to_string(),
+            budget.to_string(),
+            held.get(),
+            budget.get()
+        )?;
+    }
+    writeln!(out, "{:<10} {:>10}", "recompute", counts.recompute)?;
+    if planned.solution.keep.is_some() || counts.kept > 0 {
+        writeln!(out, "{:<10} {:>10} of {} layers", "kept", counts.kept, planned.problem.chain.layers)?;
+    }
+    writeln!(out)
+}
+
+/// What each link carries, and what it could behind the windows.
+fn links(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result {
+    writeln!(
+        out,
+        "{:<10} {:>12} {:>12} {:>12} {:>12} {:>12} {:>6} {:>12}",
+        "link", "rate", "a boundary", "windows", "mandatory", "boundaries", "used", "exposed"
+    )?;
+    for load in LinkLoad::of(&planned.problem.chain, planned.solution.placement.as_deref()) {
+        let used = load.mandatory + load.moved;
+        let share = match load.windows {
+            Bytes::ZERO => "-".to_owned(),
+            windows => format!("{:.0} %", 100.0 * used.get() as f64 / windows.get() as f64),
+        };
+        writeln!(
+            out,
+            "{:<10} {:>12} {:>12} {:>12} {:>12} {:>12} {share:>6} {:>12}",
+            load.pool.name(),
+            load.rate.to_string(),
+            if load.rate.get() > 0.0 {
+                format!("{:.1} ms", load.largest_boundary.as_ms())
+            } else {
+                "-".into()
+            },
+            load.windows.to_string(),
+            load.mandatory.to_string(),
+            load.moved.to_string(),
+            format!("{:.3} ms", evaluation.exposed_ms.get(load.pool)),
+        )?;
+    }
+    writeln!(out)
+}
+
+fn times(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result {
+    let ms = |out: &mut String, label: &str, value: f64, digits: usize| {
+        writeln!(out, "{label:<22} {value:>12.digits$} ms")
+    };
+    if evaluation.hbm_peak.is_some() {
+        ms(out, "layers run once more", evaluation.base_recompute_ms, 3)?;
+    }
+    ms(out, "recompute", evaluation.recompute_ms, 3)?;
+    ms(out, "exposed", evaluation.exposed_ms.total(), 3)?;
+    ms(out, "objective", evaluation.objective_ms, 5)?;
+    if let Some(optimizer) = &planned.problem.optimizer {
+        let share = 100.0 * optimizer.fraction_8bit;
+        let total = optimizer.total().get();
+        writeln!(out, "{:<22} {total:>12.3} s   with {share} % of the moments in 8 bits", "optimizer")?;
+    }
+    if let Some(promise) = planned.promise() {
+        writeln!(
+            out,
+            "{:<22} {:>12.4} s   forward {}, backward {}, optimizer {}, waits {}",
+            "predicted step",
+            promise.step_s.get(),
+            promise.forward_s,
+            promise.backward_s,
+            promise.optimizer_s,
+            promise.exposed_s.total()
+        )?;
+    }
+    if let Some(through) = throughput(planned) {
+        let [by_6n, exact] = through.tflops;
+        write!(
+            out,
+            "{:<22} {:>12.1}     {by_6n:.2} TFLOP/s by 6N, {exact:.2} by exact counting",
+            "tokens a second", through.tokens_per_s
+        )?;
+        match through.mfu {
+            Some([by_6n, exact]) => writeln!(out, "; MFU {:.1} %, {:.1} %", 100.0 * by_6n, 100.0 * exact)?,
+            None => writeln!(out)?,
+        }
+    }
+    Ok(())
+}
+
+fn rivals(out: &mut String, planned: &Planned) -> Result {
+    if planned.rivals.is_empty() {
+        return Ok(());
+    }
+    let what = if planned.promise().is_some() { "a step" } else { "added to a step" };
+    writeln!(out, "\nbeside plans made by hand ({what}):")?;
+    for Rival { name, cost, .. } in &planned.rivals {
+        let shown = match cost {
+            Ok(cost) => cost.time_ms().map_or("-".into(), |ms| Seconds::from_ms(ms).to_string()),
+            Err(why) => format!("does not fit: {}", why.split(": ").next().unwrap_or(why)),
+        };
+        writeln!(out, "  {name:<28} {shown}")?;
+    }
+    match verdict(planned) {
+        Some(verdict) => writeln!(out, "  this plan: {verdict}"),
+        None => Ok(()),
+    }
+}
+
+/// A model's sizes, with no plan.
+pub(crate) fn sizes(model: &ModelFacts) -> String {
+    let mut out = String::new();
+    let _ = write_sizes(&mut out, model);
+    out
+}
+
+fn write_sizes(out: &mut String, model: &ModelFacts) -> Result {
+    let (spec, work) = (&model.spec, &model.work);
+    write!(out, "{}: ", model.name)?;
+    model_line(out, model)?;
+    writeln!(out, "\n{:<36} {:>14} {:>18}", "", "", "bytes")?;
+    let mut row = |label: &str, bytes: Bytes| {
+        writeln!(out, "{label:<36} {:>14} {:>18}", bytes.to_string(), bytes.get())
+    };
+    let element = work.element_bytes() as u64;
+    let weights = Bytes(spec.total_parameters()) * element;
+    row("weights", weights)?;
+    row("gradients", weights)?;
+    row("Adam, float32 mains and moments", Bytes(spec.total_parameters()) * 12)?;
+    row("a boundary", spec.boundary_bytes(work))?;
+    row("all boundaries", spec.boundary_bytes(work) * (spec.layers() as u64 + 1))?;
+    for (kind, bytes) in internals(model) {
+        row(&format!("internals of a {kind} layer"), bytes)?;
+    }
+    writeln!(
+        out,
+        "\nwork of a token: {:.3e} operations by 6N, {:.3e} by exact counting",
+        spec.flops_per_token_6n(),
+        spec.flops_per_token_exact(work)
+    )?;
+    for note in &spec.notes {
+        writeln!(out, "note: {note}")?;
+    }
+    writeln!(
+        out,
+        "\nFor a plan, give --machine and budgets, or the parameters of the reference command: see --help."
+    )
+}
+
+/// One row a value.
+pub(crate) fn sweep(flag: &str, rows: &[(f64, Planned)]) -> String {
+    let mut out = String::new();
+    let _ = write_sweep(&mut out, flag, rows);
+    out
+}
+
+fn write_sweep(out: &mut String, flag: &str, rows: &[(f64, Planned)]) -> Result {
+    writeln!(
+        out,
+        "{flag:>20} {:>12} {:>5} {:>5} {:>5} {:>10} {:>5} {:>16} {:>14} {:>12}",
+        "status", "hbm", "host", "nvme", "recompute", "kept", "objective ms", "added ms", "step s"
+    )?;
+    for (value, planned) in rows {
+        let solution = &planned.solution;
+        write!(out, "{value:>20} {:>12} ", solution.status.name())?;
+        let Some(evaluation) = &solution.evaluation else {
+            let why = match solution.status {
+                Status::Infeasible => planned.why.clone().unwrap_or_default(),
+                _ => refusal(planned),
+            };
+            writeln!(out, "{why}")?;
+            continue;
+        };
+        let c = evaluation.counts;
+        let step = planned.promise().map_or("-".to_owned(), |p| format!("{:.4}", p.step_s.get()));
+        writeln!(
+            out,
+            "{:>5} {:>5} {:>5} {:>10} {:>5} {:>16.5} {:>14.3} {step:>12}",
+            c.hbm,
+            c.host,
+            c.nvme,
+            c.recompute,
+            c.kept,
+            evaluation.objective_ms,
+            evaluation.step_ms()
+        )?;
+    }
+    Ok(())
+}
