@@ -2,30 +2,54 @@
 
 use std::time::Instant;
 
-use lazy_model::CostChain;
+use lazy_model::{CostChain, evaluate};
 
+use crate::count_dp;
 use crate::problem::Goal;
 use crate::search::{Found, Plan, search, tolerance};
+use crate::solve::{Method, TieBreak};
+use crate::weighted::weighted;
 
 /// The plan of least step time and, among those within the tolerance of it, the one of fewest checkpoints and then fewest boundaries
-/// on NVMe. Two programs: the first finds the least step time, the second has it as a limit and counts. The plan's bound is on
-/// the chain's objective: proven step time plus the plan's own weights.
-pub(crate) fn lexicographic(chain: &CostChain, deadline: Option<Instant>) -> Found {
-    let mut fastest = match search(chain, Goal::Step, deadline) {
-        Found::Plan(plan) => plan,
-        other => return other,
-    };
+/// on NVMe; and the method that found it.
+///
+/// The plan's bound is on the chain's objective: proven step time plus the plan's own weights.
+pub(crate) fn lexicographic(chain: &CostChain, method: Method, deadline: Option<Instant>) -> (Found, Method) {
+    if matches!(method, Method::Auto | Method::CountDp) && count_dp::applies(chain) {
+        let Some(found) = count_dp::solve(chain, TieBreak::Lexicographic) else {
+            return (Found::Infeasible, Method::CountDp);
+        };
+        if let Ok(evaluation) = evaluate(chain, &found.placement) {
+            let mut plan = Plan::new(found.placement, evaluation, Goal::Step, Some(found.value));
+            if plan.proven {
+                plan.bound = Some(plan.evaluation.objective_ms);
+                return (Found::Plan(Box::new(plan)), Method::CountDp);
+            }
+        }
+    }
+    let without_weights = CostChain { checkpoint_penalty: 0.0, nvme_tiebreak: 0.0, ..chain.clone() };
+    match weighted(&without_weights, method, deadline) {
+        (Found::Plan(fastest), method) => (Found::Plan(Box::new(fewest(chain, *fastest, deadline))), method),
+        other => other,
+    }
+}
+
+/// Among plans as fast as `fastest` (judged without weights), the one of fewest checkpoints, then fewest boundaries on NVMe.
+fn fewest(chain: &CostChain, fastest: Plan, deadline: Option<Instant>) -> Plan {
     let step = fastest.evaluation.step_ms();
-    let bound = fastest.bound;
+    let mut plan = fastest.clone();
     if fastest.proven {
         // Half the tolerance is the solver's, for rounding.
         let goal = Goal::Fewest { step_at_most: step + tolerance(step) / 2.0 };
         match search(chain, goal, deadline) {
-            Found::Plan(fewest) if fewest.evaluation.step_ms() <= step + tolerance(step) => fastest = fewest,
-            _ => fastest.proven = false,
+            Found::Plan(fewest) if fewest.evaluation.step_ms() <= step + tolerance(step) => plan = *fewest,
+            _ => plan.proven = false,
         }
     }
-    let weights = |plan: &Plan| plan.evaluation.objective_ms - plan.evaluation.step_ms();
-    fastest.bound = bound.map(|bound| bound + weights(&fastest));
-    Found::Plan(fastest)
+    if let Ok(evaluation) = evaluate(chain, &plan.placement) {
+        plan.evaluation = evaluation;
+    }
+    let weights = plan.evaluation.objective_ms - plan.evaluation.step_ms();
+    plan.bound = fastest.bound.map(|bound| bound + weights);
+    plan
 }

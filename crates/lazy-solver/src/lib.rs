@@ -34,15 +34,19 @@ mod baselines;
 #[cfg(feature = "cli")]
 pub mod budgets;
 mod cbc;
+mod count_dp;
 mod error;
 mod explain;
 mod keep;
 mod lexicographic;
+mod link;
 mod mip;
 mod problem;
 mod search;
 mod solve;
 pub mod step;
+mod surrogate;
+mod weighted;
 
 pub use baselines::{Baseline, StepBaseline, baselines, step_baselines};
 pub use error::SolverError;

@@ -6,6 +6,7 @@
 
 use lazy_model::{BoundaryIndex, Bytes, CostChain, Locks, Placement, Pool, Tier};
 
+use crate::link::Link;
 use crate::mip::{Column, Mip};
 
 /// What is minimised.
@@ -172,7 +173,7 @@ impl Problem {
     fn pool_rows(&mut self, chain: &CostChain, pool: Pool, goal: Goal) -> Option<()> {
         let n = chain.layers;
         let link = Link::of(chain, pool);
-        let users = if matches!(pool, Pool::D2h | Pool::H2d) { self.off.clone() } else { self.nvme.clone() };
+        let users = if link.nvme { self.nvme.clone() } else { self.off.clone() };
         if link.rate == 0.0 {
             if link.mandatory.iter().any(|m| m.get() > 0) {
                 return None;
@@ -185,31 +186,22 @@ impl Problem {
         if let Goal::BytesIn(_) = goal {
             return Some(());
         }
-        let ms = |bytes: u64| bytes as f64 * 1000.0 / link.rate;
-        let mut entering: Vec<Vec<usize>> = vec![vec![]; n + 1];
-        for i in 0..=n {
-            entering[i.saturating_add(link.offset).min(n)].push(i);
-        }
-        let exposed = self.mip.real(goal.weights(chain).0);
+        let rooms = link.rooms(chain);
+        let weight = goal.weights(chain).0;
+        self.overflow += rooms.overflow;
+        self.mip.constant += weight * rooms.overflow;
+        let exposed = self.mip.real(weight);
         self.exposed.push(exposed);
-        let (mut room, mut demand) = (0.0, 0.0);
+        let mut demand = 0.0;
         let mut tail: Vec<(Column, f64)> = vec![(exposed, 1.0)];
-        for (w, entering) in entering.iter().enumerate().rev() {
-            // The tail window n has no room: what is left for it is exposed.
-            if let Some(window) = chain.layer_window_ms.get(w) {
-                let mandatory = link.mandatory.get(w).map_or(0, |m| m.get());
-                let spare = window * link.window_factor - ms(mandatory);
-                // Mandatory overflow is exposed whatever is placed where.
-                self.overflow += (-spare).max(0.0);
-                self.mip.constant += goal.weights(chain).0 * (-spare).max(0.0);
-                room += spare.max(0.0);
-            }
-            for &i in entering {
-                tail.push((users[i], -ms(self.sizes[i])));
-                demand += ms(self.sizes[i]);
-            }
-            if !entering.is_empty() && demand > room {
-                self.mip.row(tail.clone(), -room, f64::INFINITY);
+        // Boundaries enter in index order, so each suffix of windows is a suffix of boundaries.
+        for i in (0..=n).rev() {
+            let (ms, w) = (link.ms(self.sizes[i]), link.first(i, n));
+            tail.push((users[i], -ms));
+            demand += ms;
+            let last_of_window = i == 0 || link.first(i - 1, n) < w;
+            if last_of_window && demand > rooms.from[w] {
+                self.mip.row(tail.clone(), -rooms.from[w], f64::INFINITY);
             }
         }
         Some(())
@@ -265,31 +257,6 @@ impl Problem {
 /// Cost of skipping boundary `i` (ms): one more forward of the layer below it.
 pub(crate) fn recompute(chain: &CostChain, i: usize) -> f64 {
     if i == 0 { 0.0 } else { chain.layer_recompute_ms[i - 1] }
-}
-
-/// The link constants of one pool.
-struct Link<'a> {
-    rate: f64,
-    offset: usize,
-    window_factor: f64,
-    mandatory: &'a [Bytes],
-}
-
-const NO_BYTES: &[Bytes] = &[];
-
-impl Link<'_> {
-    fn of(chain: &CostChain, pool: Pool) -> Link<'_> {
-        let pcie = chain.pcie_window_scale * chain.pcie_capacity_fraction;
-        let drive = chain.nvme_window_scale * chain.nvme_capacity_fraction;
-        let (out, back) = (chain.d2h_first_window_offset, chain.h2d_first_window_offset);
-        let (rate, offset, window_factor, mandatory) = match pool {
-            Pool::D2h => (chain.d2h_bytes_per_s, out, pcie, &chain.grad_d2h_bytes[..]),
-            Pool::H2d => (chain.h2d_bytes_per_s, back, pcie, &chain.param_h2d_bytes[..]),
-            Pool::NvmeWrite => (chain.nvme_write_bytes_per_s, out, drive, NO_BYTES),
-            Pool::NvmeRead => (chain.nvme_read_bytes_per_s, back, drive, NO_BYTES),
-        };
-        Link { rate: rate.get(), offset, window_factor, mandatory }
-    }
 }
 
 /// Bytes that count as 1 in budget rows: the sizes' common divisor where that gives moderate whole numbers, else a 2^18th of the

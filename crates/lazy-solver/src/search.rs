@@ -31,19 +31,30 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    fn new(placement: Vec<Placement>, evaluation: Evaluation, goal: Goal, bound: Option<f64>) -> Plan {
+    pub(crate) fn new(
+        placement: Vec<Placement>,
+        evaluation: Evaluation,
+        goal: Goal,
+        bound: Option<f64>,
+    ) -> Plan {
+        let mut plan = Plan { placement, evaluation, bound, proven: false };
+        plan.prove(goal);
+        plan
+    }
+
+    /// Settles whether the bound proves the plan.
+    pub(crate) fn prove(&mut self, goal: Goal) {
         let value = match goal {
-            Goal::Cost => evaluation.objective_ms,
-            Goal::Step => evaluation.step_ms(),
+            Goal::Cost => self.evaluation.objective_ms,
+            Goal::Step => self.evaluation.step_ms(),
             Goal::Fewest { .. } => {
-                let counts = evaluation.counts;
-                ((placement.len() + 1) * counts.checkpoints() + counts.nvme) as f64
+                let counts = self.evaluation.counts;
+                ((self.placement.len() + 1) * counts.checkpoints() + counts.nvme) as f64
             }
             // Asked only for a placement.
             Goal::BytesIn(_) => f64::INFINITY,
         };
-        let proven = bound.is_some_and(|bound| value - bound <= tolerance(value));
-        Plan { placement, evaluation, bound, proven }
+        self.proven = self.bound.is_some_and(|bound| value - bound <= tolerance(value));
     }
 }
 

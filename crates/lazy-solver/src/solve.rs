@@ -9,8 +9,8 @@ use serde::Serialize;
 use crate::error::SolverError;
 use crate::keep;
 use crate::lexicographic::lexicographic;
-use crate::problem::Goal;
-use crate::search::{Found, Plan, search};
+use crate::search::{Found, Plan};
+use crate::weighted::weighted;
 
 /// How to solve.
 #[derive(Clone, Copy, Debug, Default)]
@@ -45,14 +45,18 @@ impl TieBreak {
     }
 }
 
-/// An algorithm. All are exact.
+/// An algorithm. All are exact. One that is asked for and does not apply to a chain gives way to the next.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Method {
-    /// Choose by the shape of the chain. Today always [`Method::Mip`].
+    /// The first of the others that applies.
     #[default]
     Auto,
-    /// The compact integer program, with CBC.
+    /// Dynamic programming over counts: boundaries of equal size, no locks.
+    CountDp,
+    /// A relaxation solved by dynamic programming, and a small program that reaches its bound.
+    Surrogate,
+    /// The whole integer program, with CBC.
     Mip,
 }
 
@@ -61,6 +65,8 @@ impl Method {
     pub const fn name(self) -> &'static str {
         match self {
             Method::Auto => "auto",
+            Method::CountDp => "count_dp",
+            Method::Surrogate => "surrogate",
             Method::Mip => "mip",
         }
     }
@@ -172,22 +178,21 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
     let started = Instant::now();
     check(chain)?;
     let deadline = deadline(started, options)?;
-    let (found, keep) = if chain.hbm_cap_bytes.is_some() {
-        keep::search(chain, deadline)
+    let mut solution = if chain.hbm_cap_bytes.is_some() {
+        let (found, keep) = keep::search(chain, deadline);
+        Solution { keep, ..answer(found, Method::Mip) }
     } else {
-        let found = match options.tie_break {
-            TieBreak::Weighted => search(chain, Goal::Cost, deadline),
-            TieBreak::Lexicographic => lexicographic(chain, deadline),
+        let (found, method) = match options.tie_break {
+            TieBreak::Weighted => weighted(chain, options.method, deadline),
+            TieBreak::Lexicographic => lexicographic(chain, options.method, deadline),
         };
-        (closer(chain, found), None)
+        answer(closer(chain, found), method)
     };
-    let mut solution = answer(found);
-    solution.keep = keep;
     solution.solve = Seconds(started.elapsed().as_secs_f64());
     Ok(solution)
 }
 
-fn answer(found: Found) -> Solution {
+fn answer(found: Found, method: Method) -> Solution {
     let mut solution = Solution {
         status: Status::Infeasible,
         placement: None,
@@ -197,7 +202,7 @@ fn answer(found: Found) -> Solution {
         bound_ms: None,
         gap: None,
         solve: Seconds::ZERO,
-        method: Method::Mip,
+        method,
         message: None,
     };
     match found {

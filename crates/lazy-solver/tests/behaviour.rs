@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use lazy_model::{Bytes, CostChain, Seconds, Tier, evaluate};
-use lazy_solver::{Remedy, Solution, SolveOptions, SolverError, Status, explain, solve};
+use lazy_solver::{Method, Remedy, Solution, SolveOptions, SolverError, Status, explain, solve};
 
 fn given(name: &str) -> CostChain {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/given/{name}.json"));
@@ -52,7 +52,9 @@ fn equal_plans_differ_by_the_tie_break_alone() {
 
 #[test]
 fn no_time_means_no_incumbent() {
-    let solution = limited(&given("doc_cpu14_free"), 0.0).unwrap();
+    let options =
+        SolveOptions { time_limit: Some(Seconds::ZERO), method: Method::Mip, ..SolveOptions::default() };
+    let solution = solve(&given("doc_cpu14_free"), &options).unwrap();
     assert_eq!(solution.status, Status::NoIncumbent);
     assert!(solution.placement.is_none() && solution.objective_ms.is_none());
     assert!(matches!(limited(&given("tiny3_hand"), -1.0), Err(SolverError::TimeLimit(_))));

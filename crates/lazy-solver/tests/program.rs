@@ -75,7 +75,11 @@ fn the_schedule_is_written_whole_or_not_at_all() {
     let file = folder.join("schedule.json");
     let out = file.to_str().unwrap();
     // No plan, no file.
-    assert!(plan_chain("doc_cpu14_free", &["--time-limit-s", "0", "--json", "--out", out]).status.success());
+    assert!(
+        plan_chain("doc_cpu14_free", &["--method", "mip", "--time-limit-s", "0", "--json", "--out", out])
+            .status
+            .success()
+    );
     assert!(plan_chain("infeasible_budget", &["--json", "--out", out]).status.success());
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
     assert!(plan_chain("tiny3_hand", &["--out", out]).status.success());
