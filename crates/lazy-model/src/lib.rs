@@ -47,6 +47,29 @@
 //! # Ok::<(), lazy_model::step::StepError>(())
 //! ```
 
+//!
+//! What does one layer of a model keep for its backward, kind by kind?
+//!
+//! ```
+//! use lazy_model::{LayerIndex, LayerKind, ModelSpec, Workload};
+//!
+//! let spec = ModelSpec::from_json(
+//!     r#"{"model_type": "qwen3_5_text", "hidden_size": 5120, "num_hidden_layers": 64, "full_attention_interval": 4,
+//!         "vocab_size": 248320, "intermediate_size": 17408, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+//!         "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+//!         "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": false}"#,
+//! )?;
+//! assert_eq!(spec.total_parameters(), 26_895_998_464);
+//! let work = Workload::new(72, 1024, 2)?;
+//! let (linear, full) = (LayerIndex(0), LayerIndex(3));
+//! assert_eq!((spec.layer_kind(linear), spec.layer_kind(full)), (LayerKind::Linear, LayerKind::Full));
+//! for layer in [linear, full] {
+//!     let kind = spec.layer_kind(layer).name();
+//!     println!("{kind}: {} kept beside a boundary of {}", spec.internals_bytes(layer, &work), spec.boundary_bytes(&work));
+//! }
+//! # Ok::<(), lazy_model::Error>(())
+//! ```
+
 pub mod chain;
 pub mod config;
 pub mod error;
@@ -71,8 +94,8 @@ pub mod units;
 
 pub use chain::{ChainError, CostChain, Locks};
 pub use config::{
-    Attention, DeltaNet, DenseMlp, Family, LatentAttention, LayerKind, LayerShape, Mixer, Mlp, ModelSpec,
-    MoeMlp,
+    Attention, Checkpoint, DeltaNet, DenseMlp, Family, LatentAttention, LayerKind, LayerShape, Mixer, Mlp,
+    ModelSpec, MoeMlp,
 };
 pub use error::Error;
 pub use evaluate::{Evaluation, ExposedMs, Pool, Violation, evaluate};

@@ -20,8 +20,12 @@ pub(super) fn mixers(
     }
     let (kinds, window) = kinds(family, config, layers, notes)?;
     let uses = |kind| kinds.contains(&kind);
-    let full = attention(family, config, hidden, None)?;
-    let sliding = if uses(LayerKind::Sliding) { Some(per_kind(config, full, window)?) } else { None };
+    let full = attention(family, config, hidden, notes)?;
+    let sliding = if uses(LayerKind::Sliding) {
+        Some(Attention { window, ..windowed(config, full, notes)? })
+    } else {
+        None
+    };
     let linear = if uses(LayerKind::Linear) { Some(delta_net(family, config)?) } else { None };
     let mixer = |kind: &LayerKind| match (kind, sliding, linear) {
         (LayerKind::Sliding, Some(attention), _) => Mixer::Attention(attention),
@@ -35,18 +39,22 @@ fn attention(
     family: Family,
     config: &Object<'_>,
     hidden: usize,
-    window: Option<usize>,
+    notes: &mut Vec<String>,
 ) -> Result<Attention, Error> {
     let heads = config.need("num_attention_heads", MAX_WIDTH)?;
     let kv_heads = kv_heads(family, config, heads)?;
-    let bias = config.bool("attention_bias")?.unwrap_or(false);
+    let bias = bias(family, config, notes)?;
+    if family.hybrid() && config.bool("attn_output_gate")? == Some(false) {
+        let problem = "is false; this family's full attention has a gated output";
+        return Err(config.error("attn_output_gate", problem));
+    }
     let without_output = matches!(family, Family::Glm | Family::Glm4 | Family::Glm4Moe);
     let has_setting = !matches!(family, Family::Qwen2 | Family::Mistral | Family::Mixtral | Family::Phi3);
     Ok(Attention {
         heads,
         kv_heads,
         head_dim: head_dim(family, config, hidden, heads)?,
-        window,
+        window: None,
         qkv_bias: family == Family::Qwen2 || (has_setting && bias),
         output_bias: has_setting && !without_output && bias,
         qk_norm: match family {
@@ -57,6 +65,19 @@ fn attention(
         output_gate: family.hybrid(),
         fused_qkv: family == Family::Phi3,
     })
+}
+
+/// The `attention_bias` setting, or the configuration class's value for it.
+fn bias(family: Family, config: &Object<'_>, notes: &mut Vec<String>) -> Result<bool, Error> {
+    const KEY: &str = "attention_bias";
+    match config.bool(KEY)? {
+        Some(bias) => Ok(bias),
+        None if matches!(family, Family::Glm | Family::Glm4) => {
+            notes.push(format!("`{}` is absent: the family's true is used", config.path_of(KEY)));
+            Ok(true)
+        }
+        None => Ok(false),
+    }
 }
 
 /// Key and value heads: written down, or equal to the query heads where the family says so.
@@ -75,13 +96,21 @@ fn kv_heads(family: Family, config: &Object<'_>, heads: usize) -> Result<usize, 
     Ok(kv_heads)
 }
 
-/// The explicit value is authoritative. Llama, Mistral, Mixtral, Qwen2 and Phi-3 document `hidden / heads` for an absent one.
-/// The other classes have a number of their own, and their heads are wider than the quotient in several sizes: there
+/// The explicit value is authoritative. The configuration or modelling code of Llama, Mistral, Mixtral, Qwen2, Phi-3, Qwen3-MoE
+/// and GLM-4-MoE in transformers takes `hidden / heads` for an absent one. The other classes have a number of their own, and their heads are wider than the quotient in several sizes: there
 /// the quotient is no rule, and an absent key is an error.
 fn head_dim(family: Family, config: &Object<'_>, hidden: usize, heads: usize) -> Result<usize, Error> {
     const KEY: &str = "head_dim";
-    let quotient =
-        matches!(family, Family::Llama | Family::Mistral | Family::Mixtral | Family::Qwen2 | Family::Phi3);
+    let quotient = matches!(
+        family,
+        Family::Llama
+            | Family::Mistral
+            | Family::Mixtral
+            | Family::Qwen2
+            | Family::Phi3
+            | Family::Qwen3Moe
+            | Family::Glm4Moe
+    );
     let head_dim = match config.count(KEY, MAX_WIDTH)? {
         Some(width) => width,
         None if !quotient => return Err(config.absent(KEY)),
@@ -96,17 +125,42 @@ fn head_dim(family: Family, config: &Object<'_>, hidden: usize, heads: usize) ->
     Ok(head_dim)
 }
 
-/// The layers with a window: the same heads unless the config gives them their own.
-fn per_kind(config: &Object<'_>, full: Attention, window: Option<usize>) -> Result<Attention, Error> {
-    let heads = config.count("swa_num_attention_heads", MAX_WIDTH)?.unwrap_or(full.heads);
-    let kv_heads = config.count("swa_num_key_value_heads", heads)?.unwrap_or(full.kv_heads);
-    let head_dim = config.count("swa_head_dim", MAX_WIDTH)?.unwrap_or(full.head_dim);
-    within(config, "swa_head_dim", &[heads, head_dim])?;
+/// Attention in the layers with a window: that of the others, unless the config gives these layers heads of their own. Two spellings
+/// are in use: `swa_num_attention_heads` with its two companions, and an object `attention_other_setting`.
+fn windowed(config: &Object<'_>, full: Attention, notes: &mut Vec<String>) -> Result<Attention, Error> {
+    const OTHER: &str = "attention_other_setting";
+    const FLAT: [&str; 3] = ["swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim"];
+    let other = config.object(OTHER)?;
+    let (object, [heads_key, kv_heads_key, head_dim_key]) = match &other {
+        Some(object) => {
+            match object.string("attention_type")? {
+                Some(kind) if kind == LayerKind::Sliding.name() => {}
+                Some(_) => {
+                    let problem = "describes other layers than those with a window, which is not supported";
+                    return Err(object.error("attention_type", problem));
+                }
+                None => return Err(object.absent("attention_type")),
+            }
+            (object, ["num_attention_heads", "num_attention_groups", "head_dim"])
+        }
+        None => (config, FLAT),
+    };
+    let heads = object.count(heads_key, MAX_WIDTH)?.unwrap_or(full.heads);
+    let kv_heads = object.count(kv_heads_key, MAX_WIDTH)?.unwrap_or(full.kv_heads);
+    let head_dim = object.count(head_dim_key, MAX_WIDTH)?.unwrap_or(full.head_dim);
+    within(object, head_dim_key, &[heads, head_dim])?;
     if !heads.is_multiple_of(kv_heads) {
-        let problem = format!("is {kv_heads}, which does not divide {heads} query heads");
-        return Err(config.error("swa_num_key_value_heads", problem));
+        let problem = format!("gives {kv_heads}, which does not divide {heads} query heads");
+        return Err(object.error(kv_heads_key, problem));
     }
-    Ok(Attention { heads, kv_heads, head_dim, window, ..full })
+    let attention = Attention { heads, kv_heads, head_dim, ..full };
+    if attention != full {
+        notes.push(format!(
+            "layers with a window have {heads} query heads, {kv_heads} key and value heads of width {head_dim}: `{}` says so",
+            object.path_of(heads_key)
+        ));
+    }
+    Ok(attention)
 }
 
 /// Multi-head latent attention, as `deepseek_v3` names its dimensions. `head_dim` and `num_key_value_heads` say nothing there:

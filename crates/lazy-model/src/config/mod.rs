@@ -8,6 +8,7 @@
 //! prediction are not counted.
 
 mod attention;
+mod checkpoint;
 mod family;
 mod mlp;
 mod shape;
@@ -16,6 +17,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+pub use self::checkpoint::Checkpoint;
 pub use self::family::Family;
 pub use self::shape::{
     Attention, DeltaNet, DenseMlp, LatentAttention, LayerKind, LayerShape, Mixer, Mlp, MoeMlp, MoeNaming,
@@ -57,6 +59,10 @@ pub struct ModelSpec {
     pub rope_scaling: Option<String>,
     /// The longest sequence the config declares, where it does.
     pub max_positions: Option<usize>,
+    /// Bytes of an element in the checkpoint that the config belongs to, where it names its type.
+    pub element_bytes: Option<u8>,
+    /// The checkpoint beside the config, where there is one.
+    pub checkpoint: Option<Checkpoint>,
     /// The shape of each layer, first to last.
     pub layer_shapes: Vec<LayerShape>,
     /// What was assumed, and which contradictions were resolved how, in sentences for the user.
@@ -64,14 +70,18 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
-    /// Reads a `config.json` file.
+    /// Reads a `config.json` file, and the index or header of the checkpoint beside it, where there is one.
     ///
     /// # Errors
-    /// As [`ModelSpec::from_json`], and where the file cannot be read.
+    /// As [`ModelSpec::from_json`], and where a file cannot be read.
     pub fn from_file(path: &Path) -> Result<Self, Error> {
         let text =
             std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.into(), source })?;
-        Self::from_json(&text)
+        let mut spec = Self::from_json(&text)?;
+        if let Some(folder) = path.parent() {
+            spec.read_checkpoint(folder)?;
+        }
+        Ok(spec)
     }
 
     /// Reads the text of a `config.json`.
@@ -89,6 +99,7 @@ impl ModelSpec {
         note_contradictions(&levels, &config, &mut notes);
         note_uncounted(&levels, &config, &mut notes);
         refuse_unsupported(family, &config)?;
+        refuse_unknown_geometry(&config)?;
 
         let hidden = config.need("hidden_size", MAX_WIDTH)?;
         let layers = config.need("num_hidden_layers", MAX_LAYERS)?;
@@ -110,6 +121,8 @@ impl ModelSpec {
             rope_theta,
             rope_scaling,
             max_positions: config.count("max_position_embeddings", MAX_WINDOW)?,
+            element_bytes: element_bytes(&levels, &config)?,
+            checkpoint: None,
             layer_shapes: shapes.collect(),
             notes,
         };
@@ -232,6 +245,37 @@ fn note_uncounted(above: &[Object<'_>], config: &Object<'_>, notes: &mut Vec<Str
     }
 }
 
+/// Keys whose names say that they set a number of heads or a width, which this crate does not know: passing over one would size
+/// layers wrongly without a word.
+fn refuse_unknown_geometry(config: &Object<'_>) -> Result<(), Error> {
+    const WORDS: [&str; 4] = ["attention_heads", "key_value_heads", "head_dim", "intermediate_size"];
+    const KNOWN: [&str; 17] = [
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "swa_num_attention_heads",
+        "swa_num_key_value_heads",
+        "swa_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "qk_head_dim",
+        "v_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+    ];
+    let unknown = |key: &&str| WORDS.iter().any(|word| key.contains(word)) && !KNOWN.contains(key);
+    match config.keys().filter(|key| config.get(key).is_some()).find(unknown) {
+        Some(key) => Err(config
+            .error(key, "sets a dimension in a way that is not known here: remove it if it has no effect")),
+        None => Ok(()),
+    }
+}
+
 /// Settings that would change the arithmetic in ways the sizes do not describe.
 fn refuse_unsupported(family: Family, config: &Object<'_>) -> Result<(), Error> {
     let supported: &[&str] = if family.gemma() { &["gelu_pytorch_tanh", "gelu"] } else { &["silu", "swish"] };
@@ -252,6 +296,22 @@ fn refuse_unsupported(family: Family, config: &Object<'_>) -> Result<(), Error> 
         return Err(config.error("partial_rotary_factor", format!("is {factor}; only 1 is supported")));
     }
     Ok(())
+}
+
+/// The width of `dtype` (newer files) or `torch_dtype`, at the nearest level that has one; none for types of other widths.
+fn element_bytes(above: &[Object<'_>], config: &Object<'_>) -> Result<Option<u8>, Error> {
+    for level in std::iter::once(config).chain(above.iter().rev()) {
+        for key in ["dtype", "torch_dtype"] {
+            if let Some(name) = level.string(key)? {
+                return Ok(match name.trim_start_matches("torch.") {
+                    "float32" => Some(4),
+                    "bfloat16" | "float16" => Some(2),
+                    _ => None,
+                });
+            }
+        }
+    }
+    Ok(None)
 }
 
 fn positive(config: &Object<'_>, key: &str) -> Result<Option<f64>, Error> {

@@ -11,6 +11,7 @@ mod state;
 mod work;
 mod workspace;
 
+pub(crate) use self::parameters::EXPERT;
 pub use self::parameters::Parameter;
 pub use self::sizes::{LossBytes, SavedTensor};
 pub use self::state::{MomentFormat, Sharding, StateBytes, StateFormat};

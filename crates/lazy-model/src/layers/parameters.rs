@@ -24,10 +24,10 @@ impl Parameter {
 
 /// Stands in a tensor's name for the number of the expert: the experts of a layer are alike, so each of their tensors is described
 /// once and counting them makes no name.
-const EXPERT: char = '*';
+pub(crate) const EXPERT: char = '*';
 
 /// Takes the tensors of a layer: name without and name of the last part (`weight`, `bias`, or nothing), and shape.
-type Visit<'a> = &'a mut dyn FnMut(&str, &str, &[usize]);
+pub(crate) type Visit<'a> = &'a mut dyn FnMut(&str, &str, &[usize]);
 
 fn weight(visit: Visit<'_>, name: &str, shape: &[usize]) {
     visit(name, ".weight", shape);
@@ -42,7 +42,7 @@ fn projection(visit: Visit<'_>, name: &str, out: usize, input: usize, bias: bool
 
 impl LayerShape {
     /// Every tensor of the layer in a fixed order: norm, mixer, norm, MLP, and further norms where the family has them.
-    fn tensors(&self, hidden: usize, visit: Visit<'_>) {
+    pub(crate) fn tensors(&self, hidden: usize, visit: Visit<'_>) {
         let norm = |visit: Visit<'_>, name: &str| weight(visit, name, &[hidden]);
         norm(visit, "input_layernorm");
         match &self.mixer {
@@ -73,7 +73,7 @@ impl LayerShape {
     }
 
     /// How many copies of a tensor the layer has.
-    fn copies(&self, name: &str) -> usize {
+    pub(crate) fn copies(&self, name: &str) -> usize {
         match &self.mlp {
             Mlp::Moe(moe) if name.contains(EXPERT) => moe.experts,
             _ => 1,
@@ -223,11 +223,7 @@ impl ModelSpec {
         shape.tensors(self.hidden, &mut |name, part, dimensions| {
             let copies = shape.copies(name);
             for copy in 0..copies {
-                let name = if copies == 1 && !name.contains(EXPERT) {
-                    format!("model.layers.{layer}.{name}{part}")
-                } else {
-                    format!("model.layers.{layer}.{}{part}", name.replace(EXPERT, &copy.to_string()))
-                };
+                let name = format!("model.layers.{layer}.{}{part}", name.replace(EXPERT, &copy.to_string()));
                 list.push(Parameter { name, shape: dimensions.to_vec() });
             }
         });

@@ -1,48 +1,9 @@
-//! Reading Hugging Face configs: totals, derived dimensions, and what is refused.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests may, as tests do")]
+//! What is read, derived and refused.
 
-use lazy_model::{Attention, LayerIndex, LayerKind, Mixer, ModelSpec, Workload};
+use lazy_model::{LayerIndex, LayerKind, ModelSpec};
 use serde_json::{Value, json};
 
-fn data(name: &str) -> String {
-    let path = format!("{}/tests/data/configs/{name}.json", env!("CARGO_MANIFEST_DIR"));
-    std::fs::read_to_string(path).unwrap()
-}
-
-fn json_of(name: &str) -> Value {
-    serde_json::from_str(&data(name)).unwrap()
-}
-
-fn spec(value: &Value) -> ModelSpec {
-    ModelSpec::from_json(&value.to_string()).unwrap()
-}
-
-fn message(value: &Value) -> String {
-    ModelSpec::from_json(&value.to_string()).unwrap_err().to_string()
-}
-
-/// `value` with `key` set, or removed where `new` is absent.
-fn with(mut value: Value, key: &str, new: Option<Value>) -> Value {
-    let map = value.as_object_mut().unwrap();
-    match new {
-        Some(new) => map.insert(key.into(), new),
-        None => map.remove(key),
-    };
-    value
-}
-
-/// The attention of a layer that has softmax attention with grouped queries.
-fn attention(spec: &ModelSpec, layer: usize) -> Attention {
-    match spec.layer_shapes[layer].mixer {
-        Mixer::Attention(attention) => attention,
-        other => panic!("layer {layer} has {other:?}"),
-    }
-}
-
-/// The window of each layer.
-fn windows(spec: &ModelSpec) -> Vec<Option<usize>> {
-    (0..spec.layers()).map(|l| attention(spec, l).window).collect()
-}
+use super::{GIVEN, attention, data, json_of, message, spec, windows, with};
 
 #[test]
 fn totals_equal_the_counts_of_the_built_models() {
@@ -207,58 +168,150 @@ fn unknown_families_and_malformed_values_are_refused_by_name() {
 }
 
 #[test]
-fn boundary_of_the_published_run() {
-    // 72 x 1024 tokens of width 5120 in two bytes: 0.703125 GiB.
-    let wide = with(json_of("llama-3.1-8b"), "hidden_size", Some(json!(5120)));
-    let work = Workload::new(72, 1024, 2).unwrap();
-    assert_eq!(spec(&wide).boundary_bytes(&work).get(), 754_974_720);
+fn m4_layers_of_a_hybrid_differ_in_kind_parameters_and_work() {
+    let hybrid = spec(&json_of("qwen3.6-27b-text"));
+    let kinds: Vec<_> = (0..64).map(|l| hybrid.layer_kind(LayerIndex(l))).collect();
+    let expected = |l| if l % 4 == 3 { LayerKind::Full } else { LayerKind::Linear };
+    assert_eq!(kinds, (0..64).map(expected).collect::<Vec<_>>());
+    let work = lazy_model::Workload::new(72, 1024, 2).unwrap();
+    let recompute = |l| hybrid.layer_recompute_flops(LayerIndex(l), &work);
+    assert_ne!(recompute(0), recompute(3));
+    assert_ne!(hybrid.internals_bytes(LayerIndex(0), &work), hybrid.internals_bytes(LayerIndex(3), &work));
+    // The interval says the same where the list is absent; without both nothing is assumed.
+    let by_interval = with(json_of("qwen3.6-27b-text"), "layer_types", None);
+    assert!(message(&by_interval).contains("`layer_types`"));
+    let by_interval = with(by_interval, "full_attention_interval", Some(json!(4)));
+    assert_eq!(spec(&by_interval).layer_shapes, hybrid.layer_shapes);
+    let eight = with(by_interval, "full_attention_interval", Some(json!(8)));
+    assert_eq!(spec(&eight).layer_kind(LayerIndex(3)), LayerKind::Linear);
 }
 
 #[test]
-fn work_of_a_small_decoder_by_brute_force() {
-    let (h, heads, kv, d, m, v, s, b) = (6usize, 4usize, 2usize, 8usize, 10usize, 11usize, 5usize, 3usize);
-    let config = json!({
-        "model_type": "mistral", "hidden_size": h, "num_hidden_layers": 2, "intermediate_size": m,
-        "vocab_size": v, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": d,
-        "rms_norm_eps": 1e-6, "sliding_window": 3, "tie_word_embeddings": true,
-    });
-    // Count multiply-adds one output element at a time.
-    let mut layer = 0usize;
-    for _token in 0..b * s {
-        layer += heads * d * h + 2 * kv * d * h + h * heads * d + 2 * m * h + h * m;
+fn m4_layers_with_a_window_may_have_heads_of_their_own() {
+    let plain = json_of("gemma-3-1b");
+    let one = spec(&plain);
+    let more = with(plain.clone(), "swa_num_attention_heads", Some(json!(6)));
+    let other = json!({"attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 1,
+        "head_dim": 256});
+    let same = with(plain.clone(), "attention_other_setting", Some(other));
+    for config in [more, same] {
+        let six = spec(&config);
+        assert_eq!((attention(&six, 0).heads, attention(&six, 5).heads), (6, 4));
+        assert!(six.notes.iter().any(|note| note.contains("6 query heads")), "{:?}", six.notes);
+        // Two more heads of width 256 in 22 layers: their rows of the query and columns of the output projection.
+        assert_eq!(six.total_parameters() - one.total_parameters(), 22 * 2 * 2 * 256 * 1152);
+        let work = lazy_model::Workload::new(1, 1024, 2).unwrap();
+        let flops = |spec: &ModelSpec, l| spec.layer_recompute_flops(LayerIndex(l), &work);
+        assert!(flops(&six, 0) > flops(&one, 0));
+        assert_eq!(flops(&six, 5), flops(&one, 5));
     }
-    for _sequence in 0..b {
-        for query in 0..s {
-            let seen = (0..s).filter(|&key| key <= query && query - key < 3).count();
-            layer += heads * seen * d * 2;
+    // An override in words that are not known is refused, not passed over.
+    for key in ["num_attention_heads_per_layer", "global_head_dim", "dense_intermediate_size"] {
+        assert!(message(&with(plain.clone(), key, Some(json!(6)))).contains(&format!("`{key}`")));
+        spec(&with(plain.clone(), key, Some(Value::Null)));
+    }
+}
+
+#[test]
+fn m4_patterns_of_gemma_follow_list_pattern_and_architecture() {
+    let gemma2 = spec(&json_of("gemma-2-2b"));
+    assert_eq!(windows(&gemma2)[..3], [Some(4096), None, Some(4096)]);
+    let gemma3 = json_of("gemma-3-1b");
+    let listed = spec(&gemma3);
+    assert_eq!(windows(&listed)[4..7], [Some(512), None, Some(512)]);
+    let by_pattern = with(gemma3, "layer_types", None);
+    assert_eq!(spec(&by_pattern).layer_shapes, listed.layer_shapes);
+    let silent = with(by_pattern, "_sliding_window_pattern", None);
+    let read = spec(&silent);
+    assert_eq!(read.layer_shapes, listed.layer_shapes);
+    assert!(read.notes.iter().any(|note| note.contains("pattern of 6")));
+}
+
+#[test]
+fn every_dimension_is_required() {
+    // Keys whose absence leaves something to assume, by file; everything else a config holds is no dimension there.
+    let everywhere = ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"];
+    let dense = ["intermediate_size"];
+    let moe = ["moe_intermediate_size", "num_experts", "num_experts_per_tok"];
+    let linear = [
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    ];
+    let latent = [
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "first_k_dense_replace",
+        "n_shared_experts",
+    ];
+    let files: [(&str, Vec<&str>); 10] = [
+        ("qwen3-8b", [&dense[..], &["head_dim", "num_key_value_heads"]].concat()),
+        ("qwen3-30b-a3b", [&moe[..], &["num_key_value_heads"]].concat()),
+        (
+            "mixtral-8x7b",
+            vec!["intermediate_size", "num_local_experts", "num_experts_per_tok", "num_key_value_heads"],
+        ),
+        ("gemma-2-2b", [&dense[..], &["head_dim", "num_key_value_heads"]].concat()),
+        ("gemma-3-1b", [&dense[..], &["head_dim", "num_key_value_heads"]].concat()),
+        ("phi-3-mini", dense.to_vec()),
+        ("glm-4-9b", [&dense[..], &["head_dim", "num_key_value_heads"]].concat()),
+        ("deepseek-v3", [&latent[..], &dense, &["moe_intermediate_size", "n_routed_experts"]].concat()),
+        ("qwen3-next-80b", [&linear[..], &moe, &["head_dim", "shared_expert_intermediate_size"]].concat()),
+        ("qwen3.6-27b-text", [&linear[..], &dense, &["head_dim"]].concat()),
+    ];
+    for (file, keys) in files {
+        for key in keys.into_iter().chain(everywhere) {
+            let found = message(&with(json_of(file), key, None));
+            let named =
+                if key.ends_with("_experts") && key != "n_shared_experts" { "num_experts" } else { key };
+            assert!(found.contains(&format!("`{named}` is absent")), "{file}, {key}: {found}");
+            let nested =
+                serde_json::json!({"model_type": "wrapper", "llm_config": with(json_of(file), key, None)});
+            let found = message(&nested);
+            assert!(found.contains(&format!("`llm_config.{named}` is absent")), "{file}, {key}: {found}");
         }
     }
-    let spec = spec(&config);
-    let work = Workload::new(b, s, 4).unwrap();
-    assert_eq!(spec.layer_forward_flops(LayerIndex(0), &work), 2.0 * layer as f64);
-    let head = b * s * h * v;
-    assert_eq!(spec.head_forward_flops(&work), 2.0 * head as f64);
-    let per_token = 6.0 * (2 * layer + head) as f64 / (b * s) as f64;
-    assert!((spec.flops_per_token_exact(&work) - per_token).abs() < 1e-9 * per_token);
-    let layer_parameters = 2 * h + 2 * (heads * d * h) + 2 * (kv * d * h) + 3 * h * m;
-    assert_eq!(spec.flops_per_token_6n(), 6.0 * (v * h + 2 * layer_parameters + h) as f64);
 }
 
 #[test]
-fn internals_are_the_sum_of_the_documented_tensors() {
-    // Qwen3-4B, 16 x 1024 tokens, bf16: widths 3 x 2560 (normed, residual, normed), 3 x 4096 (q twice, output),
-    // 3 x 1024 (k twice, v), 3 x 9728; statistics of 2 + 2 x 32 + 8 numbers a token.
-    let spec = spec(&json_of("qwen3-4b"));
-    let work = Workload::new(16, 1024, 2).unwrap();
-    let wide = 3 * (2560 + 4096 + 1024 + 9728) * 2;
-    assert_eq!(spec.internals_bytes(LayerIndex(0), &work).get(), 16_384 * (wide + 74 * 4));
+fn parts_that_are_not_counted_are_named() {
+    let deepseek = spec(&json_of("deepseek-v3"));
+    assert!(deepseek.notes.iter().any(|note| note.contains("`num_nextn_predict_layers` is 1")));
+    let text = json_of("gemma-3-1b");
+    let seen =
+        spec(&json!({"model_type": "gemma3", "vision_config": {"hidden_size": 1152}, "text_config": text}));
+    assert!(seen.notes.iter().any(|note| note.contains("`vision_config`")));
+    assert_eq!(seen.total_parameters(), spec(&text).total_parameters());
 }
 
 #[test]
-fn impossible_workloads_are_refused() {
-    assert!(Workload::new(0, 8, 2).is_err());
-    assert!(Workload::new(1, 0, 2).is_err());
-    assert!(Workload::new(1, 8, 3).is_err());
-    assert!(Workload::new(usize::MAX, 2, 2).is_err());
-    assert!(Workload::new(1 << 20, 1 << 11, 2).is_err());
+fn contradictions_between_dimensions_are_refused() {
+    let cases = [
+        ("deepseek-v3", "qk_head_dim", json!(200)),
+        ("deepseek-v3", "moe_layer_freq", json!(2)),
+        ("deepseek-v3", "num_experts_per_tok", json!(257)),
+        ("qwen3-30b-a3b", "num_local_experts", json!(64)),
+        ("qwen3-30b-a3b", "mlp_only_layers", json!([48])),
+        ("qwen3.6-27b-text", "linear_num_key_heads", json!(17)),
+        ("qwen3.6-27b-text", "attn_output_gate", json!(false)),
+        ("gemma-3-1b", "hidden_activation", json!("relu")),
+        ("mixtral-8x7b", "hidden_size", json!(1 << 21)),
+    ];
+    for (file, key, value) in cases {
+        let found = message(&with(json_of(file), key, Some(value)));
+        assert!(found.contains(&format!("`{key}`")) || found.contains("mlp_only_layers[0]"), "{found}");
+    }
+}
+
+#[test]
+fn the_list_of_given_configs_is_whole() {
+    let totals = json_of("totals");
+    let mut names: Vec<&str> = totals.as_object().unwrap().keys().map(String::as_str).collect();
+    names.sort_unstable();
+    assert_eq!(names, GIVEN);
 }
