@@ -74,20 +74,22 @@ fn keep_last(layers: usize, kept: usize) -> Vec<Keep> {
     (0..layers).map(|l| if l + kept >= layers { Keep::Hbm } else { Keep::Recompute }).collect()
 }
 
-/// Keeps as many of the last layers as fit: those hold their internals for the shortest time.
+/// Keeps as many of the last layers as fit: those hold their internals for the shortest time. By bisection, since keeping one more
+/// never makes room.
 fn keep_greedily(
     chain: &CostChain,
     placement: &[Placement],
     none: Result<Evaluation, Violation>,
 ) -> (Vec<Keep>, Result<Evaluation, Violation>) {
     let mut best = (keep_last(chain.layers, 0), none);
-    for kept in 1..=chain.layers {
+    let (mut fit, mut too_many) = (0, chain.layers + 1);
+    while too_many - fit > 1 {
+        let kept = fit + (too_many - fit) / 2;
         let keep = keep_last(chain.layers, kept);
-        let outcome = judge(chain, placement, &keep);
-        if outcome.is_err() {
-            break;
+        match judge(chain, placement, &keep) {
+            Ok(evaluation) => (fit, best) = (kept, (keep, Ok(evaluation))),
+            Err(_) => too_many = kept,
         }
-        best = (keep, outcome);
     }
     best
 }

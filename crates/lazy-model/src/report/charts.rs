@@ -86,8 +86,12 @@ fn tier_panel(
     let frame = Frame { x, y, left, right, top, bottom };
     frame.y_axis(svg, 4, "");
     svg.line("base", [left, bottom, right, bottom]);
-    let peaks = [("measured", measured), ("promised", promised)];
-    let peaks = peaks.into_iter().filter_map(|(what, b)| Some(format!("{what} {}", bytes(Bytes(b?)))));
+    // Of a plan that nobody ran there is one curve, and it needs no adjective.
+    let planned = if tier.measured.is_empty() { "" } else { "promised" };
+    let peaks = [("measured", measured), (planned, promised)];
+    let peaks = peaks
+        .into_iter()
+        .filter_map(|(what, b)| Some(format!("{what} {}", bytes(Bytes(b?))).trim().to_owned()));
     let peaks = peaks.collect::<Vec<_>>().join(" · ");
     let peaks = if peaks.is_empty() { "nothing recorded".to_owned() } else { format!("peak {peaks}") };
     let limit = tier.budget.map_or(String::new(), |b| {
@@ -105,10 +109,13 @@ fn tier_panel(
         svg.text("minor", [0.0, top - 11.0], Anchor::Start, &peaks);
     }
     let class = tier.tier.name();
-    let measured = stairs(&tier.measured, &frame, divisor, unit.divisor);
+    let drawn = if tier.measured.is_empty() { &tier.promised } else { &tier.measured };
+    let measured = stairs(drawn, &frame, divisor, unit.divisor);
     svg.path(&format!("area {class}"), &measured, Some(bottom));
     svg.path(&format!("measured s-{class}"), &measured, None);
-    svg.path("promised", &stairs(&tier.promised, &frame, divisor, unit.divisor), None);
+    if !tier.measured.is_empty() {
+        svg.path("promised", &stairs(&tier.promised, &frame, divisor, unit.divisor), None);
+    }
     if let Some(budget) = shown {
         let y = frame.y.at(budget / unit.divisor);
         svg.line("mark", [left, y, right, y]);

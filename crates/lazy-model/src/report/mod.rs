@@ -220,7 +220,7 @@ impl RunReport {
             return;
         }
         let run = [("area recompute", "measured"), ("promised", "promised")];
-        let plan = [("promised", "simulated")];
+        let plan = [("area recompute", "simulated")];
         let mut entries = if self.of == Picture::Run { run.to_vec() } else { plan.to_vec() };
         entries.push(("mark", "budget, a hard limit"));
         let legend = legend(&entries);

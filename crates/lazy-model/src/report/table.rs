@@ -11,18 +11,25 @@ use super::{Compared, Table};
 /// A difference of this many percent fills the bar.
 const FULL_BAR: f64 = 25.0;
 
+/// Longer cells hold sentences and may be broken.
+const SENTENCE: usize = 18;
+
 /// Plain rows; the first column names them.
 pub(super) fn plain(table: &Table) -> String {
-    let mut out = String::from("<table><thead><tr>");
+    let mut out = String::from("<div class=\"scroll\"><table><thead><tr>");
     for heading in &table.head {
         let _ = write!(out, "<th>{}</th>", escape(heading));
     }
     out.push_str("</tr></thead><tbody>\n");
     for row in &table.rows {
-        let cells: String = row.iter().map(|cell| format!("<td>{}</td>", escape(cell))).collect();
-        let _ = writeln!(out, "<tr>{cells}</tr>");
+        out.push_str("<tr>");
+        for (column, cell) in row.iter().enumerate() {
+            let class = if column > 0 && cell.len() > SENTENCE { " class=\"words\"" } else { "" };
+            let _ = write!(out, "<td{class}>{}</td>", escape(cell));
+        }
+        out.push_str("</tr>\n");
     }
-    out.push_str("</tbody></table>\n");
+    out.push_str("</tbody></table></div>\n");
     out
 }
 

@@ -1,6 +1,8 @@
 //! What a little more of each resource would save.
 
-use lazy_model::{Bytes, CostChain, Seconds, Tier};
+use std::fmt;
+
+use lazy_model::{Bytes, CostChain, Pool, Seconds, Tier};
 use lazy_solver::step::{StepOptions, solve_step};
 use lazy_solver::{SolveOptions, Status, solve};
 
@@ -36,14 +38,45 @@ impl Change {
     }
 }
 
+/// What keeps the step from being shorter.
+pub(crate) struct Limit {
+    /// For example `the hbm budget`.
+    pub(crate) what: String,
+    /// For example `12.30 ms exposed`; may be empty.
+    pub(crate) detail: String,
+}
+
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)?;
+        if self.detail.is_empty() { Ok(()) } else { write!(f, " ({})", self.detail) }
+    }
+}
+
+/// The budgets of which more would help, and the links that are waited for. Nothing where no change was tried.
+pub(crate) fn limits(planned: &Planned, changes: &[Change]) -> Vec<Limit> {
+    let helps = changes.iter().filter(|c| c.saves_ms > 0.0);
+    let mut found: Vec<Limit> =
+        helps.map(|c| Limit { what: format!("the {} budget", c.tier), detail: String::new() }).collect();
+    for pool in Pool::ALL {
+        let exposed = planned.exposed(pool);
+        if exposed.as_ms() > NOTHING_MS {
+            found.push(Limit { what: pool.name().into(), detail: format!("{exposed} exposed") });
+        }
+    }
+    if found.is_empty() && !changes.is_empty() {
+        found.push(Limit { what: "arithmetic alone".into(), detail: String::new() });
+    }
+    found
+}
+
 /// Solves again with a step more of each budget; the change that saves most comes first. Nothing where the plan is not proven,
 /// or where the time limit leaves no room.
 pub(crate) fn changes(planned: &Planned, options: &SolveOptions, clock: &Clock) -> Vec<Change> {
     let Some(now) = planned.time_ms().filter(|_| planned.solution.status == Status::Optimal) else {
         return vec![];
     };
-    let largest = planned.problem.chain.boundary_bytes.iter().copied().max().unwrap_or_default();
-    let more = Bytes((largest * BOUNDARIES).get().checked_next_power_of_two().unwrap_or(u64::MAX));
+    let more = step_of(planned);
     // The user waits for these: each may take about as long as the plan itself did.
     let patience = Seconds(2.0 * planned.solution.solve.get() + 1.0);
     let mut list: Vec<Change> = Tier::ALL
@@ -59,6 +92,16 @@ pub(crate) fn changes(planned: &Planned, options: &SolveOptions, clock: &Clock) 
         .collect();
     list.sort_by(|a, b| b.saves_ms.total_cmp(&a.saves_ms));
     list
+}
+
+/// A round size that holds a few boundaries, and where internals may be kept, those of any layer.
+fn step_of(planned: &Planned) -> Bytes {
+    let problem = &planned.problem;
+    let largest = |sizes: &[Bytes]| sizes.iter().copied().max().unwrap_or_default();
+    let saved = problem.step.as_ref().map(|s| &s.saved_bytes).or(problem.chain.layer_internal_bytes.as_ref());
+    let internals = saved.map_or(Bytes::ZERO, |sizes| largest(sizes));
+    let least = (largest(&problem.chain.boundary_bytes) * BOUNDARIES).max(internals);
+    Bytes(least.get().checked_next_power_of_two().unwrap_or(u64::MAX))
 }
 
 /// The plan's time with `more` of a tier.

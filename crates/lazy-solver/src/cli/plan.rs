@@ -5,7 +5,9 @@ use std::time::Instant;
 use lazy_model::keep::{Keep, evaluate_keep};
 use lazy_model::schedule::Promise;
 use lazy_model::step::TierBytes;
-use lazy_model::{Evaluation, Placement, Schedule, Seconds, Verified, VerifyError, Violation, evaluate};
+use lazy_model::{
+    Evaluation, Placement, Pool, Schedule, Seconds, Verified, VerifyError, Violation, evaluate,
+};
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
 use lazy_solver::{
     Method, Remedy, Solution, SolveOptions, Status, baselines, explain, explain_step, solve, step_baselines,
@@ -101,6 +103,20 @@ impl Planned {
         let fixed = self.problem.chain.hbm_fixed_bytes.unwrap_or_default();
         let hbm = evaluation.hbm_peak.map_or(evaluation.bytes.hbm, |peak| fixed + peak.bytes);
         Some(TierBytes { hbm, ..evaluation.bytes })
+    }
+
+    /// Time the step waits for a link.
+    pub(crate) fn exposed(&self, pool: Pool) -> Seconds {
+        if let Some(promise) = self.promise() {
+            return match pool {
+                Pool::D2h => promise.exposed_s.d2h,
+                Pool::H2d => promise.exposed_s.h2d,
+                Pool::NvmeWrite => promise.exposed_s.nvme_write,
+                Pool::NvmeRead => promise.exposed_s.nvme_read,
+            };
+        }
+        let evaluation = self.solution.evaluation.as_ref();
+        Seconds::from_ms(evaluation.map_or(0.0, |e| e.exposed_ms.get(pool)))
     }
 
     /// The plan's time as its rivals' is given: of the whole step where that is known.

@@ -1,11 +1,11 @@
 //! The report: one page with the plan's pictures.
 
 use lazy_model::report::{Fact, Headline, Picture, RunReport, Table, TierOccupancy};
-use lazy_model::{LinkLoad, Seconds, Tier};
+use lazy_model::{Seconds, Tier};
 
-use super::super::next::Change;
+use super::super::next::{self, Change};
 use super::super::plan::Planned;
-use super::{kinds_in_words, proof, throughput, verdict};
+use super::{kinds_in_words, links, proof, throughput, verdict};
 
 pub(crate) fn page(planned: &Planned, changes: &[Change]) -> String {
     let solution = &planned.solution;
@@ -67,21 +67,24 @@ fn headlines(planned: &Planned, changes: &[Change]) -> Vec<Headline> {
         tile("Tokens a second", format!("{:.0}", through.tokens_per_s), note);
     }
     if let Some(evaluation) = &planned.solution.evaluation {
-        let exposed = Seconds::from_ms(evaluation.exposed_ms.total());
-        let added = Seconds::from_ms(evaluation.step_ms());
-        tile("Added to a step", added.to_string(), format!("{exposed} of it exposed transfers"));
+        if planned.promise().is_none() {
+            let exposed = Seconds::from_ms(evaluation.exposed_ms.total());
+            let added = Seconds::from_ms(evaluation.step_ms());
+            tile("Added to a step", added.to_string(), format!("{exposed} of it exposed transfers"));
+        }
         let c = evaluation.counts;
-        let places = format!("{} / {} / {} / {}", c.hbm, c.host, c.nvme, c.recompute);
-        tile("HBM / host / NVMe / recomputed", places, "boundaries".into());
+        let places = format!("{}/{}/{}/{}", c.hbm, c.host, c.nvme, c.recompute);
+        tile("Boundaries", places, "HBM / host / NVMe / recomputed".into());
     }
-    if let Some((_, theirs)) = planned.best_rival()
-        && let (Some(verdict), Some(_)) = (verdict(planned), planned.time_ms())
-    {
-        tile("Best plan by hand", Seconds::from_ms(theirs).to_string(), format!("this plan: {verdict}"));
+    if let (Some((_, theirs)), Some(verdict)) = (planned.best_rival(), verdict(planned)) {
+        let note = format!("this plan: {}", verdict.replace('`', ""));
+        tile("Best plan by hand", Seconds::from_ms(theirs).to_string(), note);
     }
-    if let Some(change) = changes.first() {
-        let saves = Seconds::from_ms(change.saves_ms).to_string();
-        tile("Next change saves", saves, change.sentence());
+    if let Some(limit) = next::limits(planned, changes).into_iter().next() {
+        tile("Limited by", limit.what, limit.detail);
+    }
+    if let Some(change) = changes.first().filter(|c| c.saves_ms > 0.0) {
+        tile("Next change saves", Seconds::from_ms(change.saves_ms).to_string(), change.sentence());
     }
     tiles
 }
@@ -120,32 +123,18 @@ fn tiers(planned: &Planned) -> Table {
 }
 
 fn links(planned: &Planned) -> Table {
-    let exposed = planned.solution.evaluation.as_ref().map(|e| e.exposed_ms).unwrap_or_default();
-    let row = |load: LinkLoad| {
-        vec![
-            load.pool.name().into(),
-            load.rate.to_string(),
-            if load.rate.get() > 0.0 {
-                format!("{:.1} ms", load.largest_boundary.as_ms())
-            } else {
-                "-".into()
-            },
-            load.windows.to_string(),
-            load.mandatory.to_string(),
-            load.moved.to_string(),
-            format!("{:.3} ms", exposed.get(load.pool)),
-        ]
+    let links = links::of(planned);
+    let intro = match planned.verified {
+        Some(_) => "Over the simulated step.",
+        None => {
+            "Windows are what a link can move while layers compute; what does not fit into them is exposed."
+        }
     };
-    let loads = LinkLoad::of(&planned.problem.chain, planned.solution.placement.as_deref());
     Table {
         title: "What the links carry".into(),
-        intro:
-            "Windows are what a link can move while layers compute; what does not fit into them is exposed."
-                .into(),
-        head: ["Link", "Rate", "A boundary", "Windows", "Mandatory", "Boundaries", "Exposed"]
-            .map(String::from)
-            .into(),
-        rows: loads.into_iter().map(row).collect(),
+        intro: intro.into(),
+        head: links.head.into_iter().map(String::from).collect(),
+        rows: links.rows,
     }
 }
 
@@ -160,7 +149,8 @@ fn rivals(planned: &Planned) -> Table {
         vec![rival.name.clone(), time, note]
     };
     let ours = planned.time_ms().map_or("-".into(), |ms| Seconds::from_ms(ms).to_string());
-    let mut rows = vec![vec!["this plan".to_owned(), ours, verdict(planned).unwrap_or_default()]];
+    let mut rows =
+        vec![vec!["this plan".to_owned(), ours, verdict(planned).unwrap_or_default().replace('`', "")]];
     rows.extend(planned.rivals.iter().map(row));
     let what = if planned.promise().is_some() { "Time of a step" } else { "Added to a step" };
     Table {

@@ -5,7 +5,7 @@ use lazy_model::{LinkLoad, Placement, Seconds};
 use lazy_solver::{Remedy, Status};
 use serde_json::{Map, Value, json};
 
-use super::super::next::Change;
+use super::super::next::{self, Change};
 use super::super::plan::{Planned, Rival};
 use super::super::problem::ModelFacts;
 use super::{boundaries, internals, kinds, refusal, throughput, verdict};
@@ -21,6 +21,10 @@ pub(crate) fn plan(planned: &Planned, changes: Option<&[Change]>) -> Value {
     if let Some(changes) = changes {
         let entry = |c: &Change| json!({"tier": c.tier, "more_bytes": c.more, "saves_ms": c.saves_ms, "text": c.sentence()});
         object.insert("next_change".into(), changes.iter().map(entry).collect());
+        object.insert(
+            "limited_by".into(),
+            next::limits(planned, changes).iter().map(|l| json!(l.to_string())).collect(),
+        );
     }
     Value::Object(object)
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod html;
 pub(crate) mod json;
+mod links;
 mod map;
 pub(crate) mod text;
 

@@ -2,13 +2,13 @@
 
 use std::fmt::{Result, Write};
 
-use lazy_model::{Bytes, Evaluation, LinkLoad, Seconds, Tier};
-use lazy_solver::Status;
+use lazy_model::{Bytes, Evaluation, Seconds, Tier};
+use lazy_solver::Remedy;
 
-use super::super::next::Change;
+use super::super::next::{self, Change};
 use super::super::plan::{Planned, Rival};
 use super::super::problem::ModelFacts;
-use super::{internals, kinds_in_words, map, proof, refusal, throughput, verdict};
+use super::{internals, kinds_in_words, links, map, proof, refusal, throughput, verdict};
 
 pub(crate) fn plan(planned: &Planned, changes: &[Change], colours: bool) -> String {
     let mut out = String::new();
@@ -24,13 +24,17 @@ fn write_plan(out: &mut String, planned: &Planned, changes: &[Change], colours: 
     };
     head(out, planned)?;
     tiers(out, planned, evaluation)?;
-    links(out, planned, evaluation)?;
+    links(out, planned)?;
     times(out, planned, evaluation)?;
     writeln!(out)?;
     map::write(out, placement, solution.keep.as_deref(), colours)?;
     rivals(out, planned)?;
+    let limits: Vec<String> = next::limits(planned, changes).iter().map(ToString::to_string).collect();
+    if !limits.is_empty() {
+        writeln!(out, "\nlimited by:  {}", limits.join(", "))?;
+    }
     if let Some(best) = changes.first() {
-        writeln!(out, "\nnext change: {}", best.sentence())?;
+        writeln!(out, "next change: {}", best.sentence())?;
         for change in &changes[1..] {
             writeln!(out, "             {}", change.sentence())?;
         }
@@ -106,34 +110,14 @@ fn tiers(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result
     writeln!(out)
 }
 
-/// What each link carries, and what it could behind the windows.
-fn links(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result {
-    writeln!(
-        out,
-        "{:<10} {:>12} {:>12} {:>12} {:>12} {:>12} {:>6} {:>12}",
-        "link", "rate", "a boundary", "windows", "mandatory", "boundaries", "used", "exposed"
-    )?;
-    for load in LinkLoad::of(&planned.problem.chain, planned.solution.placement.as_deref()) {
-        let used = load.mandatory + load.moved;
-        let share = match load.windows {
-            Bytes::ZERO => "-".to_owned(),
-            windows => format!("{:.0} %", 100.0 * used.get() as f64 / windows.get() as f64),
-        };
-        writeln!(
-            out,
-            "{:<10} {:>12} {:>12} {:>12} {:>12} {:>12} {share:>6} {:>12}",
-            load.pool.name(),
-            load.rate.to_string(),
-            if load.rate.get() > 0.0 {
-                format!("{:.1} ms", load.largest_boundary.as_ms())
-            } else {
-                "-".into()
-            },
-            load.windows.to_string(),
-            load.mandatory.to_string(),
-            load.moved.to_string(),
-            format!("{:.3} ms", evaluation.exposed_ms.get(load.pool)),
-        )?;
+fn links(out: &mut String, planned: &Planned) -> Result {
+    let links = links::of(planned);
+    let head = links.head.iter().map(|&heading| heading.to_owned()).collect();
+    for row in std::iter::once(&head).chain(&links.rows) {
+        let Some((name, cells)) = row.split_first() else { continue };
+        write!(out, "{name:<10}")?;
+        cells.iter().try_for_each(|cell| write!(out, " {cell:>12}"))?;
+        writeln!(out)?;
     }
     writeln!(out)
 }
@@ -256,10 +240,8 @@ fn write_sweep(out: &mut String, flag: &str, rows: &[(f64, Planned)]) -> Result 
         let solution = &planned.solution;
         write!(out, "{value:>20} {:>12} ", solution.status.name())?;
         let Some(evaluation) = &solution.evaluation else {
-            let why = match solution.status {
-                Status::Infeasible => planned.why.clone().unwrap_or_default(),
-                _ => refusal(planned),
-            };
+            let helps: Vec<String> = planned.remedies.iter().map(Remedy::to_string).collect();
+            let why = if helps.is_empty() { refusal(planned) } else { helps.join("; or ") };
             writeln!(out, "{why}")?;
             continue;
         };
