@@ -82,6 +82,12 @@ impl FromStr for Sweep {
 impl Sweep {
     /// The arguments with the flag set to each value.
     pub(crate) fn each(&self, args: &Args) -> Result<Vec<(f64, Args)>, String> {
+        if args.chain.is_some() && ["batch", "seq"].contains(&self.flag) {
+            return Err(format!(
+                "--sweep {}: a chain is made for one batch and sequence; give --model",
+                self.flag
+            ));
+        }
         let with = |&value: &f64| {
             let mut args = args.clone();
             args.search.sweep = None;

@@ -1,0 +1,285 @@
+//! `lazy-plan` as a capacity planner uses it: models on machines, defaults, refusals with their remedy, given plans, files.
+
+#![cfg(feature = "cli")]
+#![allow(clippy::unwrap_used)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// A step that does not fit into HBM whole, but with boundaries elsewhere.
+const STEP: &str = "--model qwen3-8b --machine h100 --hbm-gib 40 --host-gib 64 --batch 8 --seq 4096";
+
+fn run(words: &str, more: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_lazy-plan")).args(words.split_whitespace()).args(more).output().unwrap()
+}
+
+fn json(words: &str, more: &[&str]) -> Value {
+    let output = run(words, &[more, &["--json"]].concat());
+    assert!(output.status.success(), "{words}: {}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+fn given(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/{name}.json"));
+    path.to_str().unwrap().to_owned()
+}
+
+fn folder(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+fn baseline<'a>(plan: &'a Value, name: &str) -> &'a Value {
+    plan["baselines"].as_array().unwrap().iter().find(|b| b["name"] == name).unwrap()
+}
+
+#[test]
+fn a_model_alone_is_sized() {
+    let sizes = json("--model deepseek-v3", &[]);
+    assert_eq!((&sizes["status"], &sizes["parameters"]), (&"sized".into(), &671_026_404_352u64.into()));
+    assert_eq!(sizes["layer_kinds"]["latent_attention"], 3);
+    assert_eq!(sizes["layer_kinds"]["latent_attention_moe"], 58);
+    let sizes = json("--model qwen3-8b --batch 16 --seq 2048 --dtype-bytes 4", &[]);
+    assert_eq!(sizes["boundary_bytes"], 16 * 2048 * 4096 * 4);
+    assert!(sizes["internals_bytes"]["full_attention"].as_u64().unwrap() > 0);
+    assert_eq!(sizes["flops_per_token"], 6.0 * 8_190_735_360.0);
+    assert!(text(&run("--model qwen3-8b", &[]).stdout).contains("8.191e9 parameters"));
+}
+
+#[test]
+fn models_and_machines_have_names_and_unknown_ones_list_them() {
+    let message = text(&run("--model qwen9000 --machine h200", &[]).stderr);
+    assert!(message.contains("qwen9000") && message.contains("qwen3.6-27b-text"), "{message}");
+    let message = text(&run("--model qwen3-8b --machine laptop", &[]).stderr);
+    assert!(message.contains("laptop") && message.contains("h200"), "{message}");
+    // A folder with a config.json is a model, and so is a file.
+    let folder = folder("named");
+    let config = include_str!("../src/cli/models/qwen3-4b.json");
+    std::fs::write(folder.join("config.json"), config).unwrap();
+    for path in [folder.clone(), folder.join("config.json")] {
+        let sizes = json(&format!("--model {}", path.display()), &[]);
+        assert_eq!((&sizes["parameters"], &sizes["model"]), (&4_022_468_096u64.into(), &"named".into()));
+    }
+}
+
+#[test]
+fn a_step_is_predicted_with_its_throughput_and_beaten_rivals() {
+    let plan = json(STEP, &["--next-change"]);
+    assert_eq!(plan["status"], "optimal");
+    assert_eq!((&plan["objective"], &plan["tie_break"]), (&"physical".into(), &"lexicographic".into()));
+    let step = plan["predicted_step_s"].as_f64().unwrap();
+    let tokens = 8.0 * 4096.0;
+    assert!((plan["tokens_per_s"].as_f64().unwrap() - tokens / step).abs() < 1e-6 * tokens);
+    // Model FLOPs utilisation: 6 N operations a token, of 989 TFLOP/s.
+    let mfu = 6.0 * 8_190_735_360.0 * tokens / step / 989e12;
+    assert!((plan["mfu"].as_f64().unwrap() - mfu).abs() < 1e-9);
+    assert!(plan["peaks"]["hbm"].as_u64() <= plan["budgets"]["hbm"].as_u64());
+    // Neither the step without checkpoints nor that with all of them fits; every fourth does, and costs more.
+    assert_eq!(baseline(&plan, "do-nothing")["fits"], false);
+    assert!(baseline(&plan, "checkpoint-every-layer")["why_not"].as_str().unwrap().contains("hbm"));
+    let fourth = baseline(&plan, "checkpoint-every-4-layers")["predicted_step_s"].as_f64().unwrap();
+    assert!(fourth > step);
+    assert_eq!(plan["next_change"].as_array().unwrap().len(), 3);
+    let shown = text(&run(STEP, &[]).stdout);
+    for part in ["predicted step", "tokens a second", "MFU", "limited by:", "next change:", "G hbm"] {
+        assert!(shown.contains(part), "{part} is not in:\n{shown}");
+    }
+}
+
+#[test]
+fn a_plan_that_beats_nothing_says_so() {
+    let plan = json("--model qwen3-4b --machine h200 --batch 1 --seq 512", &[]);
+    assert_eq!(plan["status"], "optimal");
+    let fits = baseline(&plan, "do-nothing");
+    assert_eq!(fits["fits"], true);
+    let (ours, theirs) = (&plan["predicted_step_s"], &fits["predicted_step_s"]);
+    assert_eq!(plan["beats_baselines"], ours.as_f64() < theirs.as_f64());
+    assert_eq!(plan["beats_baselines"], false);
+    let verdict = plan["verdict"].as_str().unwrap();
+    assert!(verdict.contains("do-nothing"), "{verdict}");
+}
+
+#[test]
+fn the_defaults_follow_where_the_problem_comes_from() {
+    let how = |plan: &Value| {
+        (plan["objective"].as_str().unwrap().to_owned(), plan["tie_break"].as_str().unwrap().to_owned())
+    };
+    let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
+    let chain = format!("--chain {}", given("given/tiny5_hetero"));
+    assert_eq!(how(&json(&chain, &[])), pair("reference", "weighted"));
+    assert_eq!(how(&json(&chain, &["--tie-break", "lexicographic"])), pair("reference", "lexicographic"));
+    let model = "--model qwen3-4b --machine h200 --batch 1 --seq 512";
+    assert_eq!(how(&json(model, &[])), pair("physical", "lexicographic"));
+    assert_eq!(how(&json(model, &["--tie-break", "weighted"])), pair("physical", "weighted"));
+    let reference = "--model qwen3-4b --hbm-activation-gib 1 --layer-recompute-ms 8";
+    assert_eq!(how(&json(reference, &[])), pair("reference", "weighted"));
+    // Rates alone change the machine, once the objective is said.
+    let rates = [&["--h2d-gbps", "20"][..], &["--objective", "physical"]].concat();
+    let plan = json(model, &rates);
+    assert_eq!(how(&plan), pair("physical", "lexicographic"));
+    assert_eq!(plan["links"]["h2d"]["bytes_per_s"], 20e9);
+    // The machine's rates are the reference objective's too, unless flags say otherwise.
+    let plan = json(reference, &["--machine", "h200", "--d2h-gbps", "9"]);
+    assert_eq!(
+        (&plan["links"]["h2d"]["bytes_per_s"], &plan["links"]["d2h"]["bytes_per_s"]),
+        (&51e9.into(), &9e9.into())
+    );
+}
+
+/// Field failure S6: machine output is one JSON value and nothing else, also with two solves side by side in one folder.
+#[test]
+fn s6_standard_output_is_only_json_and_parallel_solves_agree() {
+    let chain = given("given/doc_cpu14_free");
+    let start = || {
+        Command::new(env!("CARGO_BIN_EXE_lazy-plan"))
+            .args(["--chain", &chain, "--json", "--method", "mip"])
+            .current_dir(env!("CARGO_TARGET_TMPDIR"))
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let plans: Vec<Value> = [start(), start()]
+        .into_iter()
+        .map(|child| serde_json::from_slice(&child.wait_with_output().unwrap().stdout).unwrap())
+        .collect();
+    assert_eq!(plans[0]["placement"], plans[1]["placement"]);
+    assert!((plans[0]["objective_ms"].as_f64().unwrap() - 182.00352).abs() < 2e-6);
+}
+
+/// Field failure S7: what binds is named, with the smallest value that works; and that value does work.
+#[test]
+fn s7_infeasible_chains_name_what_binds_and_the_least_that_works() {
+    // Even with blocks of four layers, 17 boundaries of 720 MiB have to be somewhere.
+    let chain = format!("--chain {} --mandatory off", given("given/doc_cpu14_free"));
+    let short = ["--hbm-activation-gib", "8", "--host-activation-gib", "1", "--nvme-activation-gib", "0"];
+    let plan = json(&chain, &short);
+    assert_eq!(plan["status"], "infeasible");
+    let remedies = plan["remedies"].as_array().unwrap();
+    let hbm = remedies.iter().find(|r| r["tier"] == "hbm").unwrap();
+    // One boundary fits host RAM, so sixteen must fit HBM.
+    assert_eq!(hbm["smallest_bytes"], 16 * 754_974_720u64);
+    assert!(remedies.iter().any(|r| r["tier"] == "host") && remedies.iter().any(|r| r["tier"] == "nvme"));
+    let enough =
+        ["--hbm-activation-gib", "11.25", "--host-activation-gib", "1", "--nvme-activation-gib", "0"];
+    assert_eq!(json(&chain, &enough)["status"], "optimal");
+    let message = text(&run(&chain, &short).stderr);
+    assert!(
+        message.contains("raise the hbm budget from 8589934592 to at least 12079595520 bytes"),
+        "{message}"
+    );
+    // A block of no layers is refused, with the key.
+    let message = text(&run(&chain, &["--max-segment", "0"]).stderr);
+    assert!(message.contains("max_segment_layers") && message.contains("at least 1"), "{message}");
+    // One layer is a chain like any other.
+    assert_eq!(json(&format!("--chain {}", given("given/one_layer")), &[])["status"], "optimal");
+    // A locked HBM set larger than the budget.
+    let locked = format!("--chain {} --hbm-activation-gib 20", given("given/doc_cpu15_locked"));
+    let message = text(&run(&locked, &[]).stderr);
+    assert!(message.contains("hbm budget") && message.contains("remove the locks"), "{message}");
+}
+
+#[test]
+fn s7_a_step_without_a_plan_names_the_least_cap_that_gives_one() {
+    let plan = json(STEP, &["--sweep", "hbm-gib=34,64"]);
+    let [short, roomy] = plan.as_array().unwrap().as_slice() else { unreachable!() };
+    assert_eq!((&short["status"], &roomy["status"]), (&"infeasible".into(), &"optimal".into()));
+    let message = short["message"].as_str().unwrap();
+    assert!(message.contains("raise the hbm budget"), "{message}");
+    let least = short["remedies"][0]["smallest_bytes"].as_u64().unwrap();
+    let gib = |bytes: u64| format!("hbm-mib={}", bytes as f64 / f64::from(1u32 << 20));
+    // Within a thousandth of a boundary of 256 MiB.
+    let step = 256 << 20;
+    for (bytes, status) in [(least, "optimal"), (least - step / 500, "infeasible")] {
+        let plan = json(STEP, &["--sweep", &gib(bytes)]);
+        assert_eq!(plan[0]["status"], status, "{bytes}");
+    }
+}
+
+#[test]
+fn given_plans_are_judged_on_chains_and_steps() {
+    // An optimal plan of the keep model, and one with too much kept.
+    let chain = format!("--chain {}", given("keep/tiny5"));
+    let judged = json(&chain, &["--evaluate", "NCCGGG", "--keep", "K--KK"]);
+    assert_eq!((&judged["objective_ms"], &judged["keep"]), (&23.00106.into(), &"K--KK".into()));
+    let judged = json(&chain, &["--evaluate", "NCCGGG", "--keep", "KKKKK"]);
+    assert_eq!(judged["status"], "infeasible");
+    assert!(judged["message"].as_str().unwrap().contains("hbm_cap_bytes"), "{judged}");
+    for (plan, keep, wrong) in
+        [("NCCGG", "K--KK", "5 boundaries"), ("NCCGGG", "K--K", "4 layers"), ("NCXGGG", "K--KK", "NCXGGG")]
+    {
+        let output = run(&chain, &["--evaluate", plan, "--keep", keep, "--json"]);
+        let said = text(&output.stdout) + &text(&output.stderr);
+        assert!(said.contains(wrong), "{plan} {keep}: {said}");
+    }
+    // What was found for a step is worth what was promised, from the schedule file and from the JSON.
+    let folder = folder("evaluate");
+    let (schedule, printed) = (folder.join("schedule.json"), folder.join("plan.json"));
+    let found = json(STEP, &["--out", schedule.to_str().unwrap()]);
+    std::fs::write(&printed, found.to_string()).unwrap();
+    let promised = found["predicted_step_s"].as_f64().unwrap();
+    for file in [&schedule, &printed] {
+        let judged = json(STEP, &["--evaluate", file.to_str().unwrap()]);
+        assert_eq!((&judged["status"], &judged["method"]), (&"feasible".into(), &"given".into()));
+        let predicted = judged["predicted_step_s"].as_f64().unwrap();
+        assert!((predicted / promised - 1.0).abs() < 1e-3, "{predicted} {promised}");
+    }
+    let all_in_hbm = json(STEP, &["--evaluate", &"G".repeat(37)]);
+    assert_eq!(all_in_hbm["status"], "infeasible");
+}
+
+#[test]
+fn pictures_and_chains_are_written_whole() {
+    let folder = folder("pictures");
+    let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+    let (html, trace, chain) = (path("r.html"), path("t.json"), path("c.json"));
+    json(STEP, &["--report", &html, "--trace", &trace, "--chain-out", &chain]);
+    let page = std::fs::read_to_string(&html).unwrap();
+    for part in ["Plan for qwen3-8b", "<svg", "One simulated step", "Beside plans made by hand", "</html>"] {
+        assert!(page.contains(part), "{part}");
+    }
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(trace).unwrap()).unwrap();
+    assert!(trace["traceEvents"].as_array().unwrap().len() > 100);
+    assert_eq!(json(&format!("--chain {chain}"), &[])["layers"], 36);
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 3);
+    // A chain has no step to trace.
+    let output = run(&format!("--chain {chain}"), &["--trace", &path("none.json")]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("--machine") && !folder.join("none.json").exists());
+}
+
+#[test]
+fn conflicting_flags_say_what_to_change() {
+    let chain = format!("--chain {}", given("given/tiny3_hand"));
+    for (words, named) in [
+        (format!("{chain} --objective physical"), "--model"),
+        (format!("{chain} --layer-recompute-ms 20"), "--layer-recompute-ms"),
+        (format!("{chain} --stream-weights"), "Training"),
+        (format!("{chain} --sweep colour=1,2"), "host-activation-gib"),
+        (format!("{chain} --sweep host-activation-gib=1,x"), "x"),
+        (format!("{chain} --sweep batch=1,2"), "batch"),
+        (format!("{chain} --keep KKK"), "--evaluate"),
+        (format!("{chain} --lock-edges"), "--reference-schedule"),
+        ("--model qwen3-8b --hbm-gib 40".into(), "--machine"),
+        ("--model qwen3-8b --machine h200 --max-segment 0".into(), "--max-segment"),
+        ("--model qwen3-8b --machine reference".into(), "compute"),
+        ("--model qwen3-8b --machine h200 --batch 0".into(), "batch"),
+        ("--model qwen3-8b --sweep batch=1,2".into(), "--machine"),
+        (
+            "--model qwen3-8b --machine h200 --stream-weights --hbm-activation-gib 3".into(),
+            "--stream-weights",
+        ),
+    ] {
+        let output = run(&words, &["--json"]);
+        assert_ne!(output.status.code(), Some(0), "{words}");
+        let message = text(&output.stderr);
+        assert!(output.stdout.is_empty() && message.contains(named), "{words}: {message}");
+    }
+}
