@@ -27,7 +27,7 @@ pub struct BudgetArgs {
     /// The same in GiB
     #[arg(long, value_name = "GIB", conflicts_with = "nvme_mib")]
     pub nvme_gib: Option<f64>,
-    /// Machine: a hardware profile (JSON, made by `probe`), with rates of the links and times of the layers
+    /// Machine: a hardware profile (JSON) that `probe` wrote; `lazy-plan` also knows reference, h200, h100 and rtx4090 by name
     #[arg(long, value_name = "FILE", visible_alias = "machine")]
     pub profile: Option<PathBuf>,
 }

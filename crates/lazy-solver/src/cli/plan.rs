@@ -6,7 +6,7 @@ use lazy_model::keep::{Keep, evaluate_keep};
 use lazy_model::schedule::Promise;
 use lazy_model::step::TierBytes;
 use lazy_model::{
-    Evaluation, Placement, Pool, Schedule, Seconds, Verified, VerifyError, Violation, evaluate,
+    CostChain, Evaluation, Placement, Pool, Schedule, Seconds, Verified, VerifyError, Violation, evaluate,
 };
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
 use lazy_solver::{
@@ -238,7 +238,7 @@ pub(crate) fn judge(problem: Problem, given: GivenPlan) -> Result<Planned, Strin
                     let solution = Solution {
                         placement: Some(given.placement.clone()),
                         keep: keep.clone(),
-                        evaluation: evaluate(chain, &given.placement).ok(),
+                        evaluation: judge_step(&problem, &given.placement, keep.as_deref()),
                         ..empty(Status::Feasible)
                     };
                     Planned { verified: Some(verified), ..bare(problem, solution, Some(schedule)) }
@@ -295,6 +295,24 @@ fn judge_chain(
         (None, Some(keep)) if keep.iter().any(|k| *k != Keep::Recompute) => Err(Violation::NoKeepModel),
         (None, _) => evaluate(&problem.chain, placement),
     }
+}
+
+/// Counts and times of a plan whose step has been verified: the chain's own budgets and locks are the planner's means, not the
+/// step's rules.
+fn judge_step(problem: &Problem, placement: &[Placement], keep: Option<&[Keep]>) -> Option<Evaluation> {
+    judge_chain(problem, placement, keep).ok().or_else(|| {
+        let chain = &problem.chain;
+        let all = chain.boundary_bytes.iter().copied().sum();
+        let open = CostChain {
+            locks: None,
+            hbm_cap_bytes: None,
+            gpu_budget_bytes: all,
+            cpu_budget_bytes: all,
+            nvme_budget_bytes: all,
+            ..chain.clone()
+        };
+        evaluate(&open, placement).ok()
+    })
 }
 
 fn rivals(problem: &Problem) -> Vec<Rival> {

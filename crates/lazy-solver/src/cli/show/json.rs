@@ -180,6 +180,7 @@ fn of_model(model: &ModelFacts) -> Value {
     json!({
         "model": model.name,
         "parameters": spec.total_parameters(),
+        "weight_bytes": spec.weight_bytes(work.element_bytes() as u64),
         "layer_kinds": kinds(spec),
         "batch": work.batch(),
         "seq": work.sequence(),

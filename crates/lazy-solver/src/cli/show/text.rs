@@ -199,10 +199,9 @@ fn write_sizes(out: &mut String, model: &ModelFacts) -> Result {
         writeln!(out, "{label:<36} {:>14} {:>18}", bytes.to_string(), bytes.get())
     };
     let element = work.element_bytes() as u64;
-    let weights = Bytes(spec.total_parameters()) * element;
-    row("weights", weights)?;
-    row("gradients", weights)?;
-    row("Adam, float32 mains and moments", Bytes(spec.total_parameters()) * 12)?;
+    row("weights", spec.weight_bytes(element))?;
+    row("gradients", Bytes(spec.total_parameters()) * element)?;
+    row("Adam, float32 weights and moments", Bytes(spec.total_parameters()) * 12)?;
     row("a boundary", spec.boundary_bytes(work))?;
     row("all boundaries", spec.boundary_bytes(work) * (spec.layers() as u64 + 1))?;
     for (kind, bytes) in internals(model) {
