@@ -85,9 +85,13 @@ impl Family {
     pub(super) fn from_model_type(name: &str) -> Option<Family> {
         Some(match name {
             "qwen3_vl_text" | "qwen3_vl" => Family::Qwen3,
-            "qwen3_vl_moe_text" | "qwen3_vl_moe" => Family::Qwen3Moe,
-            "qwen2_5_vl_text" | "qwen2_5_vl" | "qwen2_vl_text" | "qwen2_vl" => Family::Qwen2,
+            "qwen3_vl_moe_text" | "qwen3_vl_moe" | "qwen3_omni_moe_text" => Family::Qwen3Moe,
+            "qwen2_5_vl_text" | "qwen2_5_vl" | "qwen2_vl_text" | "qwen2_vl" | "qwen2_5_omni_text" => {
+                Family::Qwen2
+            }
             "gemma3" => Family::Gemma3,
+            // DeepSeek-V3's modelling code with other numbers.
+            "kimi_k2" => Family::DeepSeekV3,
             "qwen3_5" => Family::Qwen3_5,
             "qwen3_5_moe" => Family::Qwen3_5Moe,
             _ => return Family::ALL.into_iter().find(|family| family.model_type() == name),

@@ -236,7 +236,7 @@ fn note_uncounted(above: &[Object<'_>], config: &Object<'_>, notes: &mut Vec<Str
             ));
         }
     }
-    for level in above {
+    for level in above.iter().chain([config]) {
         for key in level.keys().filter(|key| key.ends_with("_config") && !NESTED.contains(key)) {
             if level.get(key).is_some_and(Value::is_object) && key != "quantization_config" {
                 notes.push(format!("`{}` describes a part that is not counted", level.path_of(key)));

@@ -153,10 +153,40 @@ fn workspaces_are_the_largest_moments() {
     assert_eq!(eager.forward.get(), bytes(4096 + 2 * 1024 + 2 * 4096, 0) + 2048 * 32 * 1024 * 6);
     // Residual's gradient, those of output, q, k, v, of repeated k and v; of softmax and scores in fp32.
     assert_eq!(eager.backward.get(), bytes(4096 + 2 * 4096 + 2 * 1024 + 2 * 4096, 2 * 32 * 1024));
-    // A delta rule's backward has the states of 48 heads between 16 chunks twice: 128 x 128 each.
-    let hybrid = spec(&json_of("qwen3.6-27b-text"));
-    let states = 2 * 16 * 48 * 128 * 128 * 2;
-    assert!(hybrid.layer_workspace(LayerIndex(0), &work()).backward.get() > 2 * states);
+}
+
+#[test]
+fn workspaces_of_mixers_beside_a_small_mlp() {
+    let of = |name: &str, layer| {
+        let narrow = spec(&with(json_of(name), "intermediate_size", Some(json!(64))));
+        let workspace = narrow.layer_workspace(LayerIndex(layer), &work());
+        (workspace.forward.get(), workspace.backward.get())
+    };
+    // Gated full attention: queries and keys before and after norm and rotation, v, gate. Gradients of the residual, gate, output, q, k, v;
+    // q's in fp32, and a number for each of 24 heads.
+    let (h, q, k) = (5120, 6144, 1024);
+    let forward = bytes(2 * q + 3 * k + q, 0);
+    assert_eq!(of("qwen3.6-27b-text", 3), (forward, bytes(h + 3 * q + 2 * k, q + 24)));
+    // Delta rule with 48 heads of 128: q, k, v and gate, beta; inverse, transformed keys and values, corrected values, output; states of
+    // 128 x 128 between 2 x 16 chunks; decay and its sum.
+    let (conv, v, states) = (10_240, 6144, 2 * 16 * 48 * 128 * 128 * 2);
+    let forward = bytes(conv + v + 48 + 48 * (64 + 3 * 128) + v, 2 * 48) + states;
+    // Recomputed keys, values, corrected values; gradients of q, k, v, of transformed keys and values, output and gate, residual.
+    let backward = bytes(h + 48 * 3 * 128 + conv + 48 * 2 * 128 + 2 * v, 48 * 66) + 2 * states;
+    assert_eq!(of("qwen3.6-27b-text", 0), (forward, backward));
+    // Latent attention: q and what the latent is projected up to; assembled q and k, v.
+    let (h, q, v) = (7168, 128 * 192, 128 * 128);
+    let forward = bytes(3 * q + 128 * 256 + v, 0);
+    assert_eq!(of("deepseek-v3", 0), (forward, bytes(h + 2 * v + 2 * q, q + 128)));
+}
+
+#[test]
+fn workspaces_of_experts() {
+    // Mixtral: two of 8 experts of 14336 a token. Residual, normed residual, gate, up, product; scores, weights, two indices of 8 bytes.
+    let mixtral = spec(&json_of("mixtral-8x7b")).layer_workspace(LayerIndex(0), &work());
+    let work = 2 * 14_336;
+    assert_eq!(mixtral.forward.get(), bytes(2 * 4096 + 3 * work, 8 + 2 + 4));
+    assert_eq!(mixtral.backward.get(), bytes(4096 + 3 * work, 8 + 2));
 }
 
 #[test]
