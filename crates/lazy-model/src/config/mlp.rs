@@ -47,7 +47,7 @@ fn sparse_layers(family: Family, config: &Object<'_>, layers: usize) -> Result<V
                 })?;
                 *entry = false;
             }
-            if experts(config)? == 0 {
+            if experts(family, config)? == 0 {
                 sparse.fill(false);
             }
             Ok(sparse)
@@ -65,10 +65,7 @@ fn dense(family: Family, config: &Object<'_>) -> Result<DenseMlp, Error> {
 }
 
 fn moe(family: Family, config: &Object<'_>, hidden: usize) -> Result<MoeMlp, Error> {
-    let experts = experts(config)?;
-    if experts == 0 {
-        return Err(config.error("num_experts", "is 0, but this family's layers need experts"));
-    }
+    let experts = experts(family, config)?;
     let top_k = config.need("num_experts_per_tok", MAX_EXPERTS)?;
     if top_k > experts {
         let problem = format!("is {top_k}, but there are {experts} experts");
@@ -98,8 +95,13 @@ fn moe(family: Family, config: &Object<'_>, hidden: usize) -> Result<MoeMlp, Err
 }
 
 /// Routed experts of a layer. The families call them differently, and newer configuration classes accept each other's names.
-fn experts(config: &Object<'_>) -> Result<usize, Error> {
+fn experts(family: Family, config: &Object<'_>) -> Result<usize, Error> {
     const KEYS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
+    let own = match family {
+        Family::Mixtral => "num_local_experts",
+        Family::DeepSeekV3 | Family::Glm4Moe => "n_routed_experts",
+        _ => "num_experts",
+    };
     let mut found: Option<(&str, usize)> = None;
     for key in KEYS {
         let Some(count) = config.whole(key, MAX_EXPERTS)? else { continue };
@@ -110,7 +112,11 @@ fn experts(config: &Object<'_>) -> Result<usize, Error> {
             _ => found = Some((key, count)),
         }
     }
-    found.map(|(_, count)| count).ok_or_else(|| {
-        config.error("num_experts", "is absent (as are `num_local_experts` and `n_routed_experts`): add it")
-    })
+    match found {
+        Some((key, 0)) if !matches!(family, Family::Qwen3Moe | Family::Qwen3Next) => {
+            Err(config.error(key, "is 0, but this family's layers need experts"))
+        }
+        Some((_, count)) => Ok(count),
+        None => Err(config.absent(own)),
+    }
 }

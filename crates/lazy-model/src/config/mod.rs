@@ -289,11 +289,14 @@ fn refuse_unsupported(family: Family, config: &Object<'_>) -> Result<(), Error> 
             return Err(config.error(key, format!("is {found:?}; supported: {}", supported.join(", "))));
         }
     }
-    if let Some(factor) = config.number("partial_rotary_factor")?
-        && factor != 1.0
-        && !family.partial_rotary()
-    {
-        return Err(config.error("partial_rotary_factor", format!("is {factor}; only 1 is supported")));
+    const ROTARY: &str = "partial_rotary_factor";
+    for object in [Some(config.clone()), config.object("rope_parameters")?].into_iter().flatten() {
+        if let Some(factor) = object.number(ROTARY)?
+            && factor != 1.0
+            && !family.partial_rotary()
+        {
+            return Err(object.error(ROTARY, format!("is {factor}; only 1 is supported")));
+        }
     }
     Ok(())
 }
