@@ -16,7 +16,7 @@ pub(crate) struct Row {
 pub(crate) struct Mip {
     pub(crate) constant: f64,
     pub(crate) costs: Vec<f64>,
-    /// Value range of each binary column, (0, 1) unless fixed; `None` where the column is real.
+    /// Value range of each integer column, (0, 1) for most unless fixed; `None` where the column is real.
     pub(crate) binary: Vec<Option<(f64, f64)>>,
     pub(crate) rows: Vec<Row>,
 }
@@ -26,6 +26,13 @@ impl Mip {
     pub(crate) fn binary(&mut self, cost: f64, may_be_one: bool) -> Column {
         self.costs.push(cost);
         self.binary.push(Some((0.0, if may_be_one { 1.0 } else { 0.0 })));
+        self.costs.len() - 1
+    }
+
+    /// A column that is a whole number, 0 to `most`.
+    pub(crate) fn integer(&mut self, cost: f64, most: usize) -> Column {
+        self.costs.push(cost);
+        self.binary.push(Some((0.0, most as f64)));
         self.costs.len() - 1
     }
 

@@ -179,7 +179,7 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
     check(chain)?;
     let deadline = deadline(started, options)?;
     let mut solution = if chain.hbm_cap_bytes.is_some() {
-        let (found, keep) = keep::search(chain, deadline);
+        let (found, keep) = keep::search(chain, options.tie_break, deadline);
         Solution { keep, ..answer(found, Method::Mip) }
     } else {
         let (found, method) = match options.tie_break {

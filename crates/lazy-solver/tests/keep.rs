@@ -9,7 +9,7 @@ use lazy_model::{
     BoundaryIndex, Bytes, BytesPerSecond, CostChain, Evaluation, Keep, LayerIndex, Locks, Placement, Seconds,
     Tier, evaluate_keep,
 };
-use lazy_solver::{Remedy, SolveOptions, Status, explain, solve};
+use lazy_solver::{Remedy, SolveOptions, Status, TieBreak, explain, solve};
 use serde_json::Value;
 
 const STATES: [Placement; 4] = [Placement::Hbm, Placement::Host, Placement::Nvme, Placement::Recompute];
@@ -220,6 +220,14 @@ fn compare(seed: u64, kind: Kind, count: usize) -> [usize; 5] {
         assert_eq!(solution.status, Status::Optimal, "{at}");
         let got = solution.objective_ms.unwrap();
         assert!((got - best.objective_ms).abs() < 2e-6, "{got} instead of {}: {at}", best.objective_ms);
+        if number % 4 == 0 {
+            let bare = CostChain { checkpoint_penalty: 0.0, nvme_tiebreak: 0.0, ..chain.clone() };
+            let options = SolveOptions { tie_break: TieBreak::Lexicographic, ..SolveOptions::default() };
+            let fastest = solve(&chain, &options).unwrap();
+            assert_eq!(fastest.status, Status::Optimal, "{at}");
+            let (got, least) = (fastest.evaluation.unwrap().step_ms(), cheapest(&bare).unwrap().step_ms());
+            assert!((got - least).abs() < 2e-6, "a step of {got} instead of {least}: {at}");
+        }
         let keep = solution.keep.unwrap();
         seen[1] += usize::from(best.exposed_ms.total() > 0.0);
         for (k, wanted) in [Keep::Hbm, Keep::Host, Keep::Retained].into_iter().enumerate() {
@@ -308,4 +316,19 @@ fn a_chain_of_one_layer_keeps_it_where_it_fits() {
     }
     let solution = solve(&chain, &SolveOptions::default()).unwrap();
     assert_eq!((solution.status, solution.keep), (Status::Optimal, Some(vec![Keep::Hbm])));
+}
+
+#[test]
+fn step_time_then_checkpoints_then_nvme_decide_on_request() {
+    // Weights that would skip boundaries, were they asked.
+    let (mut chain, expected) = given("h200_36_40");
+    (chain.checkpoint_penalty, chain.nvme_tiebreak) = (7.0, 11.0);
+    let options = SolveOptions { tie_break: TieBreak::Lexicographic, ..SolveOptions::default() };
+    let solution = solve(&chain, &options).unwrap();
+    assert_eq!(solution.status, Status::Optimal);
+    let got = solution.evaluation.unwrap();
+    // The weights alone stand between the published objective and the step: 37 checkpoints of 1e-5 ms.
+    assert!((got.step_ms() - (expected["objective"].as_f64().unwrap() - 37e-5)).abs() < 2e-6);
+    assert_eq!((got.counts.checkpoints(), got.counts.nvme), (37, 0));
+    assert!((solution.objective_ms.unwrap() - got.step_ms() - 37.0 * 7.0).abs() < 1e-6);
 }

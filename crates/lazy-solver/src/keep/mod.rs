@@ -16,6 +16,7 @@ use lazy_model::{
 
 use crate::cbc::{self, Outcome};
 use crate::search::{self, Found, tolerance};
+use crate::solve::TieBreak;
 use program::{Goal, Program};
 use shape::{Plan, Shape};
 
@@ -24,24 +25,72 @@ const MOST_ROUNDS: usize = 200;
 /// Cap that no plan reaches, for judging a plan by everything but HBM.
 const NO_CAP: Bytes = Bytes(1 << 62);
 
-/// Searches for the plan of least cost, and what becomes of each layer's internals in it. A plan made by simple rules stands in where
-/// time runs out.
-pub(crate) fn search(chain: &CostChain, deadline: Option<Instant>) -> (Found, Option<Vec<Keep>>) {
+/// Searches for the best plan, and what becomes of each layer's internals in it. A plan made by simple rules stands in where time
+/// runs out.
+pub(crate) fn search(
+    chain: &CostChain,
+    tie_break: TieBreak,
+    deadline: Option<Instant>,
+) -> (Found, Option<Vec<Keep>>) {
+    let found = match tie_break {
+        TieBreak::Weighted => cheapest(chain, deadline),
+        TieBreak::Lexicographic => lexicographic(chain, deadline),
+    };
+    match found {
+        Ok(Proved { plan, evaluation, bound, proven }) => {
+            let ((placement, keep), evaluation) = stay_closer(chain, plan, evaluation);
+            (Found::Plan(Box::new(search::Plan { placement, evaluation, bound, proven })), Some(keep))
+        }
+        Err(none) => (none, None),
+    }
+}
+
+/// A plan that passed the judge, and what is known of better ones.
+struct Proved {
+    plan: Plan,
+    evaluation: Evaluation,
+    bound: Option<f64>,
+    proven: bool,
+}
+
+/// The plan with the least of the chain's own objective.
+fn cheapest(chain: &CostChain, deadline: Option<Instant>) -> Result<Proved, Found> {
     let mut best = greedy::plan(chain);
     let (end, bound) = rounds(chain, Goal::Cost, deadline, &mut best);
     let Some((plan, evaluation)) = best else {
-        let found = match end {
+        return Err(match end {
             End::OutOfTime => Found::OutOfTime { bound },
             End::Infeasible => Found::Infeasible,
             End::Failed(message) => Found::Failed(message),
             End::Plan => Found::Failed("the search ended without the plan it found".into()),
-        };
-        return (found, None);
+        });
     };
-    let ((placement, keep), evaluation) = stay_closer(chain, plan, evaluation);
     let value = evaluation.objective_ms;
     let proven = bound.is_some_and(|bound| value - bound <= tolerance(value));
-    (Found::Plan(Box::new(search::Plan { placement, evaluation, bound, proven })), Some(keep))
+    Ok(Proved { plan, evaluation, bound, proven })
+}
+
+/// Step time first, then checkpoints, then NVMe. The bound is on the chain's objective: proven step time and the plan's own weights.
+fn lexicographic(chain: &CostChain, deadline: Option<Instant>) -> Result<Proved, Found> {
+    let bare = CostChain { checkpoint_penalty: 0.0, nvme_tiebreak: 0.0, ..chain.clone() };
+    let mut proved = cheapest(&bare, deadline)?;
+    let step = proved.evaluation.step_ms();
+    if proved.proven {
+        // Half the tolerance is the solver's, for rounding.
+        let goal = Goal::Fewest { step_at_most: step + tolerance(step) / 2.0 };
+        let mut best = None;
+        let (end, _) = rounds(&bare, goal, deadline, &mut best);
+        match best.filter(|(_, e)| matches!(end, End::Plan) && e.step_ms() <= step + tolerance(step)) {
+            Some((plan, _)) => proved.plan = plan,
+            None => proved.proven = false,
+        }
+    }
+    if let Ok(evaluation) = evaluate_keep(chain, &proved.plan.0, &proved.plan.1) {
+        let weights = evaluation.objective_ms - evaluation.step_ms();
+        proved.bound = proved.bound.map(|bound| bound + weights);
+        proved.evaluation = evaluation;
+    }
+    Ok(proved)
 }
 
 /// The fewest bytes in host RAM or on NVMe, or the lowest `hbm_cap_bytes`, with which some plan keeps all other rules.

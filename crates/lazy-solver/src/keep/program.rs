@@ -6,17 +6,31 @@ use lazy_model::{CostChain, Keep, LayerIndex, Placement, Position, Tier};
 
 use super::shape::{Plan, Shape};
 use crate::mip::{Column, Mip};
-use crate::problem::{Allowed, allowed};
+use crate::problem::{Allowed, allowed, recompute};
 
 /// What is minimised.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Goal {
     /// The chain's own objective.
     Cost,
+    /// Checkpoints, and among equals those on NVMe, of plans whose step takes at most so many ms.
+    Fewest { step_at_most: f64 },
     /// The bytes in host RAM or on NVMe, whose budget is ignored, or the HBM above `Shape::hbm`.
     BytesIn(Tier),
     /// Nothing: any plan will do.
     Any,
+}
+
+impl Goal {
+    /// What a ms, a checkpoint and a boundary on NVMe count.
+    fn weights(self, chain: &CostChain) -> (f64, f64, f64) {
+        match self {
+            Goal::Cost => (1.0, chain.checkpoint_penalty, chain.nvme_tiebreak),
+            // One checkpoint outweighs all boundaries on NVMe.
+            Goal::Fewest { .. } => (0.0, (chain.boundaries() + 1) as f64, 1.0),
+            Goal::BytesIn(_) | Goal::Any => (0.0, 0.0, 0.0),
+        }
+    }
 }
 
 /// Something that takes room: a boundary that stays in HBM, or a column that is 1 when its bytes are there.
@@ -51,6 +65,10 @@ pub(crate) struct Program {
     /// HBM beyond the cap, in units; only where the least cap is asked for.
     beyond: Option<Column>,
     added: HashSet<(Position, [usize; 4])>,
+    /// Exposed time of each pool that may carry anything.
+    exposed: Vec<Column>,
+    /// Exposed time of mandatory traffic (ms), whatever is placed where.
+    overflow_ms: f64,
 }
 
 impl Program {
@@ -77,14 +95,20 @@ impl Program {
             cover: BTreeMap::new(),
             beyond: None,
             added: HashSet::new(),
+            exposed: vec![],
+            overflow_ms: 0.0,
         };
         p.boundary_columns(chain, &allowed);
         p.layer_columns(chain);
+        p.count_rows();
         p.block_rows();
         p.budget_rows(chain);
         p.dominance_rows(chain);
         for pool in 0..4 {
-            p.exposure_rows(pool)?;
+            p.exposure_rows(pool, goal.weights(chain).0)?;
+        }
+        if let Goal::Fewest { step_at_most } = goal {
+            p.step_row(chain, step_at_most);
         }
         let top = n.saturating_sub(p.shape.limit);
         p.add(Position::Turn, [0; 4]);
@@ -95,22 +119,16 @@ impl Program {
     }
 
     fn boundary_columns(&mut self, chain: &CostChain, allowed: &[Allowed]) {
-        let penalty = chain.checkpoint_penalty;
+        let (ms, penalty, on_nvme) = self.goal.weights(chain);
         let any_nvme = self.goal == Goal::BytesIn(Tier::Nvme) || chain.nvme_budget_bytes.get() > 0;
         let any_host = self.goal == Goal::BytesIn(Tier::Host) || chain.cpu_budget_bytes.get() > 0;
-        if self.goal == Goal::Cost {
-            self.mip.constant += penalty * (self.shape.layers + 1) as f64;
-        }
+        self.mip.constant += penalty * (self.shape.layers + 1) as f64;
         for (i, a) in allowed.iter().enumerate() {
             let size = self.shape.boundary[i] as f64 / self.shape.unit as f64;
             let (skip, off, nvme) = match self.goal {
-                Goal::Cost => {
-                    let recompute = if i == 0 { 0.0 } else { chain.layer_recompute_ms[i - 1] };
-                    (recompute - penalty, 0.0, chain.nvme_tiebreak)
-                }
-                Goal::BytesIn(Tier::Hbm) | Goal::Any => (0.0, 0.0, 0.0),
                 Goal::BytesIn(Tier::Host) => (0.0, size, -size),
                 Goal::BytesIn(Tier::Nvme) => (0.0, 0.0, size),
+                _ => (ms * recompute(chain, i) - penalty, 0.0, on_nvme),
             };
             // A boundary of no bytes fits into a tier of none.
             let empty = self.shape.boundary[i] == 0;
@@ -135,10 +153,10 @@ impl Program {
         let retain = chain.retain_internals == Some(true);
         for l in 0..n {
             let lock = locks.and_then(|locks| locks.get(&LayerIndex(l))).copied();
-            let (saved, host_cost) = match self.goal {
-                Goal::Cost => (chain.layer_recompute_ms[l], 0.0),
-                Goal::BytesIn(Tier::Host) => (0.0, self.shape.internals[l] as f64 / self.shape.unit as f64),
-                Goal::BytesIn(_) | Goal::Any => (0.0, 0.0),
+            let saved = self.goal.weights(chain).0 * chain.layer_recompute_ms[l];
+            let host_cost = match self.goal {
+                Goal::BytesIn(Tier::Host) => self.shape.internals[l] as f64 / self.shape.unit as f64,
+                _ => 0.0,
             };
             self.mip.constant += saved;
             let kept = self.mip.binary(-saved, lock != Some(false));
@@ -165,6 +183,21 @@ impl Program {
         }
         if self.goal == Goal::BytesIn(Tier::Hbm) {
             self.beyond = Some(self.mip.real(1.0));
+        }
+    }
+
+    /// How many boundaries are skipped, offloaded and on NVMe, and how many layers are kept, as integers for CBC to branch on: whether
+    /// there is room for one more settles more than any single one does.
+    fn count_rows(&mut self) {
+        for list in [self.nvme.clone(), self.skip.clone(), self.kept.clone(), self.off.clone()] {
+            let list: Vec<Column> = list.into_iter().filter(|c| self.may_be_one(*c)).collect();
+            if list.len() < 2 {
+                continue;
+            }
+            let count = self.mip.integer(0.0, list.len());
+            let mut terms: Vec<(Column, f64)> = list.into_iter().map(|c| (c, 1.0)).collect();
+            terms.push((count, -1.0));
+            self.mip.row(terms, 0.0, 0.0);
         }
     }
 
@@ -256,7 +289,7 @@ impl Program {
     /// Of two layers the higher one is worth keeping first if it is no larger and no cheaper to re-run.
     fn dominance_rows(&mut self, chain: &CostChain) {
         let locked = chain.locks.as_ref().is_some_and(|locks| !locks.keep.is_empty());
-        if locked || chain.internals_offload == Some(true) || self.goal != Goal::Cost {
+        if locked || chain.internals_offload == Some(true) {
             return;
         }
         let times = &chain.layer_recompute_ms;
@@ -272,7 +305,7 @@ impl Program {
     }
 
     /// Exposed time of one pool: at least what each suffix of windows is asked to carry beyond its room.
-    fn exposure_rows(&mut self, pool: usize) -> Option<()> {
+    fn exposure_rows(&mut self, pool: usize, ms: f64) -> Option<()> {
         let link = self.shape.links[pool].clone();
         let (n, users) = (self.shape.layers, self.users(pool));
         let internals: Vec<Option<Column>> = if link.nvme { vec![None; n] } else { self.host.clone() };
@@ -288,11 +321,13 @@ impl Program {
             }
             return Some(());
         }
-        if self.goal != Goal::Cost {
+        if let Goal::BytesIn(_) | Goal::Any = self.goal {
             return Some(());
         }
-        self.mip.constant += link.overflow_ms;
-        let exposed = self.mip.real(1.0);
+        self.overflow_ms += link.overflow_ms;
+        self.mip.constant += ms * link.overflow_ms;
+        let exposed = self.mip.real(ms);
+        self.exposed.push(exposed);
         let mut tail: Vec<(Column, u64)> = vec![];
         // The suffix of windows from `w` on. Internals of layer l enter at l + 1, boundary i when written at i, when read at the end
         // of its block.
@@ -319,6 +354,18 @@ impl Program {
             }
         }
         Some(())
+    }
+
+    /// Recompute of both kinds and exposed time together take at most `limit` ms.
+    fn step_row(&mut self, chain: &CostChain, limit: f64) {
+        let times = &chain.layer_recompute_ms;
+        let mut terms: Vec<(Column, f64)> = self.exposed.iter().map(|x| (*x, 1.0)).collect();
+        for (l, time) in times.iter().enumerate() {
+            terms.push((self.skip[l], recompute(chain, l)));
+            terms.push((self.kept[l], -time));
+            terms.extend(self.host[l].iter().chain(&self.retained[l]).map(|c| (*c, -time)));
+        }
+        self.mip.at_most(terms, limit - self.overflow_ms - times.iter().sum::<f64>());
     }
 
     /// The binaries of the boundaries that a pool carries.
