@@ -28,7 +28,8 @@
 //! ```
 //!
 //! An infeasible chain, a time limit that came too early and a solver that gave up are results, told apart by [`Status`];
-//! [`explain()`] says which single change makes an infeasible chain feasible. `docs/model.md` derives the program.
+//! [`explain()`] says which single change makes an infeasible chain feasible, and [`baselines()`] are the plans people make by hand, to
+//! hold a solved one against. `docs/model.md` derives the program.
 
 mod baselines;
 #[cfg(feature = "cli")]

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::super::next::{self, Change};
 use super::super::plan::{Planned, Rival};
 use super::super::problem::ModelFacts;
-use super::{boundaries, internals, kinds, refusal, throughput, verdict};
+use super::{boundaries, internals, kinds, links, refusal, throughput, verdict};
 
 /// The one object of `--json`.
 pub(crate) fn plan(planned: &Planned, changes: Option<&[Change]>) -> Value {
@@ -112,7 +112,7 @@ fn context(planned: &Planned) -> Value {
         "max_segment_layers": problem.chain.max_segment_layers,
         "budgets": planned.budgets(),
         "notes": problem.notes,
-        "links": links(planned),
+        "links": link_loads(planned),
         "baselines": planned.rivals.iter().map(rival).collect::<Value>(),
         "verdict": verdict(planned),
         "beats_baselines": planned.time_ms().map(|ours| {
@@ -126,18 +126,25 @@ fn context(planned: &Planned) -> Value {
     value
 }
 
-fn links(planned: &Planned) -> Value {
-    let exposed = planned.solution.evaluation.as_ref().map(|e| e.exposed_ms);
+/// Of a simulated step: what moved and how long the link was busy; otherwise what its windows could carry, and what they must.
+fn link_loads(planned: &Planned) -> Value {
+    let known = planned.verified.is_some() || planned.solution.evaluation.is_some();
     let entry = |load: LinkLoad| {
         let boundary_ms = Some(load.largest_boundary.as_ms()).filter(|ms| ms.is_finite());
-        let value = json!({
+        let mut value = json!({
             "bytes_per_s": load.rate.get(),
             "boundary_ms": boundary_ms,
-            "window_bytes": load.windows,
-            "mandatory_bytes": load.mandatory,
-            "moved_bytes": load.moved,
-            "exposed_ms": exposed.map(|e| e.get(load.pool)),
+            "exposed_ms": known.then(|| planned.exposed(load.pool).as_ms()),
         });
+        if let Some(verified) = &planned.verified {
+            let (moved, busy) = links::carried(verified, load.pool);
+            value["moved_bytes"] = json!(moved);
+            value["busy_s"] = json!(busy);
+        } else {
+            value["window_bytes"] = json!(load.windows);
+            value["mandatory_bytes"] = json!(load.mandatory);
+            value["moved_bytes"] = json!(load.moved);
+        }
         (load.pool.name().to_owned(), value)
     };
     let loads = LinkLoad::of(&planned.problem.chain, planned.solution.placement.as_deref());

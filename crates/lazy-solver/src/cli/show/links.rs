@@ -1,6 +1,6 @@
 //! What each link carries, as rows of text.
 
-use lazy_model::{Bytes, Lane, LinkLoad, Pool, Verified};
+use lazy_model::{Bytes, Lane, LinkLoad, Pool, Seconds, Verified};
 
 use super::super::plan::Planned;
 
@@ -45,22 +45,27 @@ fn counted(load: &LinkLoad, planned: &Planned) -> Vec<String> {
 }
 
 fn simulated(load: &LinkLoad, planned: &Planned, verified: &Verified) -> Vec<String> {
-    let lane = match load.pool {
+    let (moved, busy) = carried(verified, load.pool);
+    let mut row = common(load);
+    row.extend([
+        moved.to_string(),
+        percent(busy.get(), verified.timeline.total().get()),
+        planned.exposed(load.pool).to_string(),
+    ]);
+    row
+}
+
+/// Bytes a link moves over the simulated step, and how long it is busy.
+pub(super) fn carried(verified: &Verified, pool: Pool) -> (Bytes, Seconds) {
+    let lane = match pool {
         Pool::D2h => Lane::D2h,
         Pool::H2d => Lane::H2d,
         Pool::NvmeWrite => Lane::NvmeWrite,
         Pool::NvmeRead => Lane::NvmeRead,
     };
     let spans = verified.timeline.spans.iter().filter(|span| span.lane == lane);
-    let moved: Bytes = spans.clone().map(|span| span.bytes).sum();
-    let busy = spans.fold(0.0, |sum, span| sum + span.duration().get());
-    let mut row = common(load);
-    row.extend([
-        moved.to_string(),
-        percent(busy, verified.timeline.total().get()),
-        planned.exposed(load.pool).to_string(),
-    ]);
-    row
+    let moved = spans.clone().map(|span| span.bytes).sum();
+    (moved, spans.fold(Seconds::ZERO, |sum, span| sum + span.duration()))
 }
 
 fn percent(part: f64, whole: f64) -> String {

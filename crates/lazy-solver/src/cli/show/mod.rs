@@ -21,10 +21,15 @@ pub(crate) fn refusal(planned: &Planned) -> String {
     let remedies: Vec<String> = planned.remedies.iter().map(Remedy::to_string).collect();
     let list = remedies.join("\n  - ");
     match solution.status {
-        Status::NoIncumbent => format!(
-            "no placement was found within the time limit ({}); there may be one: raise --time-limit-s",
-            solution.solve
-        ),
+        Status::NoIncumbent => {
+            let rival = planned.best_rival().map_or(String::new(), |(rival, _)| {
+                format!(". The plan `{}`, made by hand, fits", rival.name)
+            });
+            format!(
+                "no placement was found within the time limit ({}); there may be one: raise --time-limit-s{rival}",
+                solution.solve
+            )
+        }
         Status::Infeasible if planned.given => {
             format!("the plan breaks a rule: {}", planned.why.as_deref().unwrap_or("no rule was named"))
         }
@@ -64,16 +69,16 @@ struct Throughput {
 
 fn throughput(planned: &Planned) -> Option<Throughput> {
     let (promise, model) = (planned.promise()?, planned.problem.model.as_ref()?);
-    let micro_batches = planned.problem.step.as_ref().map_or(1, |s| s.micro_batches);
-    let tokens_per_s = micro_batches as f64 * model.work.tokens() as f64 / promise.step_s.get();
-    let per_token = [model.spec.flops_per_token_6n(), model.spec.flops_per_token_exact(&model.work)];
-    let tflops = per_token.map(|flops| flops * tokens_per_s / 1e12);
+    let micro_batches = planned.problem.step.as_ref().map_or(1, |s| s.micro_batches) as f64;
+    let (spec, work) = (&model.spec, &model.work);
+    let each = Seconds(promise.step_s.get() / micro_batches);
+    let tokens_per_s = work.tokens() as f64 / each.get();
     let compute = planned.problem.profile.as_ref().and_then(|p| p.compute.as_ref());
     let best = compute.map(|c| c.matmul_flops_per_s.value / 1e12).filter(|best| *best > 0.0);
     tokens_per_s.is_finite().then(|| Throughput {
         tokens_per_s,
-        tflops,
-        mfu: best.map(|best| tflops.map(|t| t / best)),
+        tflops: [spec.tflops_6n(work, each), spec.tflops_exact(work, each)],
+        mfu: best.map(|best| [spec.mfu_6n(work, each, best), spec.mfu_exact(work, each, best)]),
     })
 }
 

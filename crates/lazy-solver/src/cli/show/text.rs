@@ -194,9 +194,9 @@ fn write_sizes(out: &mut String, model: &ModelFacts) -> Result {
     let (spec, work) = (&model.spec, &model.work);
     write!(out, "{}: ", model.name)?;
     model_line(out, model)?;
-    writeln!(out, "\n{:<36} {:>14} {:>18}", "", "", "bytes")?;
+    writeln!(out, "\n{:<44} {:>14} {:>18}", "", "", "bytes")?;
     let mut row = |label: &str, bytes: Bytes| {
-        writeln!(out, "{label:<36} {:>14} {:>18}", bytes.to_string(), bytes.get())
+        writeln!(out, "{label:<44} {:>14} {:>18}", bytes.to_string(), bytes.get())
     };
     let element = work.element_bytes() as u64;
     row("weights", spec.weight_bytes(element))?;
