@@ -101,12 +101,30 @@ pub fn step_baselines(problem: &StepProblem, chain: &CostChain) -> Vec<StepBasel
         .map(|(name, placement, keep)| {
             let mut schedule = Schedule::named(&name, &problem.boundary_bytes, keep);
             schedule.placement = placement;
+            if name == GREEDY {
+                keep_what_fits(problem, &mut schedule);
+            }
             match best_execution(problem, &schedule, None) {
                 Ok((schedule, verified)) => StepBaseline { name, schedule, outcome: Ok(verified) },
                 Err(error) => StepBaseline { name, schedule, outcome: Err(error) },
             }
         })
         .collect()
+}
+
+/// As many of the last layers keep their internals as fit beside transfers that run no further ahead than they must.
+fn keep_what_fits(problem: &StepProblem, schedule: &mut Schedule) {
+    let layers = schedule.keep.len();
+    let mut tried = schedule.clone();
+    tried.execution.prefetch = 0;
+    tried.execution.writes_in_flight = 0;
+    let (mut fit, mut too_many) = (0, layers + 1);
+    while too_many - fit > 1 {
+        let kept = fit + (too_many - fit) / 2;
+        tried.keep = (0..layers).map(|l| l + kept >= layers).collect();
+        if problem.verify(&tried).is_ok() { fit = kept } else { too_many = kept }
+    }
+    schedule.keep = (0..layers).map(|l| l + fit >= layers).collect();
 }
 
 /// Name, placement and whether all internals are kept.

@@ -107,6 +107,16 @@ fn a_plan_that_beats_nothing_says_so() {
     assert!(verdict.contains("do-nothing"), "{verdict}");
 }
 
+/// Filling HBM with the last layers' internals is what a careful user does; a plan has to be held against that too.
+#[test]
+fn the_greedy_rival_keeps_internals_where_there_is_room() {
+    let plan = json("--model qwen3-8b --machine h200 --batch 16 --seq 2048", &[]);
+    let (greedy, checkpoint) = (baseline(&plan, "greedy"), baseline(&plan, "checkpoint-every-layer"));
+    let keep = greedy["keep"].as_str().unwrap();
+    assert!(keep.ends_with('K') && keep.starts_with('-'), "{keep}");
+    assert!(greedy["predicted_step_s"].as_f64() < checkpoint["predicted_step_s"].as_f64());
+}
+
 #[test]
 fn the_defaults_follow_where_the_problem_comes_from() {
     let how = |plan: &Value| {
