@@ -106,7 +106,7 @@ pub use layers::{
     StateFormat, Workload,
 };
 pub use load::LinkLoad;
-pub use problem::{StepProblem, Verified, VerifyError};
+pub use problem::{StepProblem, Verified, VerifyError, Windows};
 pub use reference::ReferenceSettings;
 pub use report::RunReport;
 pub use schedule::{Counts, Schedule};

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use crate::chain::{CostChain, Locks};
 use crate::schedule::{ExposedSeconds, Promise, Schedule, ScheduleError};
 use crate::step::{StepError, StepPlan, StepSizes, Streamed, TierBytes, Workspaces};
-use crate::timeline::{StepCosts, Timeline, simulate};
-use crate::units::{BoundaryIndex, Bytes, Placement, Seconds, Tier};
+use crate::timeline::{LinkRates, StepCosts, Timeline, simulate};
+use crate::units::{BoundaryIndex, Bytes, BytesPerSecond, Placement, Seconds, Tier};
 
 /// Objective weight of a saved boundary (ms), as in the reference formulation: breaks ties towards fewer checkpoints.
 const CHECKPOINT_PENALTY_MS: f64 = 1e-5;
@@ -38,6 +38,19 @@ pub struct StepProblem {
     pub budgets: TierBytes,
     /// Most layers in a block.
     pub max_segment: usize,
+}
+
+/// Room for transfers beside arithmetic, as [`StepProblem::keep_chain`] puts it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Windows {
+    /// Length of each layer's forward, for the ways out.
+    pub forward_ms: Vec<f64>,
+    /// Length of each layer's backward, for the ways in.
+    pub backward_ms: Vec<f64>,
+    /// What the links carry in them.
+    pub rates: LinkRates,
+    /// HBM besides what the windows say is in flight, at every position but the turn.
+    pub slack: Bytes,
 }
 
 /// A schedule that keeps the budgets, with what follows from it.
@@ -128,6 +141,66 @@ impl StepProblem {
         }
     }
 
+    /// The placement problem with keep: which layers keep their internals is decided together with the boundaries, and HBM is counted
+    /// at every position of the step against `room.hbm`, everything in it.
+    ///
+    /// Costs are those of [`StepCosts`]: keeping a layer's internals, and saving its output, each save one forward. `windows` say how
+    /// long transfers may take beside the arithmetic. Weights that are streamed take their part of the way in; gradients that are
+    /// streamed leave during backward, when boundaries no longer do.
+    pub fn keep_chain(&self, room: &TierBytes, windows: &Windows) -> CostChain {
+        let layers = self.saved_bytes.len();
+        let of = |list: &[Bytes], l: usize| list.get(l).copied().unwrap_or_default();
+        let each = |size: &dyn Fn(usize) -> Bytes| Some((0..layers).map(size).collect::<Vec<_>>());
+        let largest = |list: &[Bytes]| list.iter().copied().max().unwrap_or_default();
+        // Of streamed weights two layers' are there at once, of streamed gradients the ones that arise and those on their way.
+        let streamed = largest(&self.streamed.weights) * 2 + largest(&self.streamed.gradients) * 2;
+        let rates = &windows.rates;
+        CostChain {
+            layer_window_ms: windows.forward_ms.clone(),
+            layer_backward_window_ms: Some(windows.backward_ms.clone()),
+            param_h2d_bytes: (0..layers).map(|l| of(&self.streamed.weights, l)).collect(),
+            gpu_budget_bytes: room.hbm,
+            d2h_bytes_per_s: rates.d2h,
+            h2d_bytes_per_s: rates.h2d,
+            nvme_write_bytes_per_s: rates.nvme_write,
+            nvme_read_bytes_per_s: rates.nvme_read,
+            layer_internal_bytes: Some(self.saved_bytes.clone()),
+            layer_forward_workspace_bytes: each(&|l| of(&self.workspaces.forward, l)),
+            layer_backward_workspace_bytes: each(&|l| {
+                of(&self.workspaces.backward, l) + self.boundary_bytes[l] + self.boundary_bytes[l + 1]
+            }),
+            loss_workspace_bytes: Some(self.workspaces.loss + self.boundary_bytes[layers] * 2),
+            hbm_cap_bytes: Some(room.hbm),
+            hbm_fixed_bytes: Some(self.fixed.hbm + streamed),
+            transfer_slack_bytes: Some(windows.slack),
+            ..self.chain(*room)
+        }
+    }
+
+    /// Windows of measured length for [`keep_chain`](Self::keep_chain): forward without saving, backward with the forward that brings
+    /// internals back. Links that another's traffic slows down throughout have the lower rate.
+    pub fn windows(&self) -> Windows {
+        let costs = &self.costs;
+        let mut rates = costs.links;
+        let slowed = |alone: BytesPerSecond, limit: Option<BytesPerSecond>, when: bool| match limit {
+            Some(limit) if when && limit.get() < alone.get() => limit,
+            _ => alone,
+        };
+        let contention = rates.contention;
+        rates.d2h = slowed(rates.d2h, contention.d2h_both, !self.streamed.weights.is_empty());
+        rates.h2d = slowed(rates.h2d, contention.h2d_both, !self.streamed.gradients.is_empty());
+        for rate in [&mut rates.d2h, &mut rates.h2d, &mut rates.nvme_write, &mut rates.nvme_read] {
+            *rate = slowed(*rate, contention.shared, true);
+        }
+        let backward = costs.backward.iter().zip(&costs.saving_forward);
+        Windows {
+            forward_ms: costs.forward.iter().map(|s| s.as_ms()).collect(),
+            backward_ms: backward.map(|(b, f)| (*b + *f).as_ms()).collect(),
+            rates,
+            slack: Bytes::ZERO,
+        }
+    }
+
     /// Sizes of all that a step's operations hold.
     pub fn sizes(&self) -> StepSizes<'_> {
         StepSizes {
@@ -190,8 +263,6 @@ impl StepProblem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::timeline::LinkRates;
-    use crate::units::BytesPerSecond;
 
     const MIB: Bytes = Bytes::from_mib(1);
 

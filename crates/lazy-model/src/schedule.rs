@@ -91,6 +91,21 @@ pub struct SolveRecord {
     pub bound_ms: Option<f64>,
     /// Time the solver took.
     pub solve_s: Seconds,
+    /// What the objective predicted beside what the simulation of the plan says, where the objective was a step's time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prediction: Option<Prediction>,
+}
+
+/// How near an objective came to the plan's own time line.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Prediction {
+    /// Step time by the objective: arithmetic, recomputation and exposed transfers.
+    pub step_s: Seconds,
+    /// Step time of the simulated operations less that, relative to it.
+    pub gap: f64,
+    /// How often the problem was corrected by what the operations showed, and solved again.
+    pub refinements: usize,
 }
 
 /// A decision for every boundary and layer of a model, in the form the runtime carries out.
@@ -197,6 +212,7 @@ impl Schedule {
                 objective_ms: None,
                 bound_ms: None,
                 solve_s: Seconds::ZERO,
+                prediction: None,
             },
             promise: None,
         }

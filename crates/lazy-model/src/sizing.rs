@@ -56,9 +56,7 @@ impl StepProblem {
     /// The step of `model` under `work` on the machine of `profile`.
     ///
     /// Times are the profile's where it has times of as many layers; otherwise they are derived, see [`StepCosts::for_model`].
-    /// Sizes: boundaries, internals and loss as [`ModelSpec`] counts them. A layer's forward is taken to hold, besides its input and output,
-    /// at most its three largest saved tensors (a gated MLP's, as a rule) and two of a boundary's size; its backward, besides internals and
-    /// the gradients of its boundaries, the gradients of its two largest and one of a boundary's size.
+    /// Sizes: boundaries, internals, workspaces and loss as [`ModelSpec`] counts them.
     ///
     /// # Errors
     /// Where neither measured times nor a compute rate are there.
@@ -74,11 +72,6 @@ impl StepProblem {
         let of =
             |size: &dyn Fn(LayerIndex) -> Bytes| (0..layers).map(|l| size(LayerIndex(l))).collect::<Vec<_>>();
         let boundary = model.boundary_bytes(work);
-        let largest = |layer: LayerIndex, count: usize| -> Bytes {
-            let mut sizes: Vec<Bytes> = model.saved_tensors(layer, work).iter().map(|t| t.bytes).collect();
-            sizes.sort_unstable_by(|a, b| b.cmp(a));
-            sizes.into_iter().take(count).sum()
-        };
         let in_layers: u64 = (0..layers).map(|l| model.layer_parameter_count(LayerIndex(l))).sum();
         let outside = model.total_parameters() - in_layers;
         let resident = |streamed: bool| outside + if streamed { 0 } else { in_layers };
@@ -95,8 +88,8 @@ impl StepProblem {
             boundary_bytes: vec![boundary; layers + 1],
             saved_bytes: of(&|l| model.internals_bytes(l, work)),
             workspaces: Workspaces {
-                forward: of(&|l| largest(l, 3) + boundary * 2),
-                backward: of(&|l| largest(l, 2) + boundary),
+                forward: of(&|l| model.layer_workspace(l, work).forward),
+                backward: of(&|l| model.layer_workspace(l, work).backward),
                 loss: model.loss_bytes(work, training.loss_chunk_tokens).workspace,
             },
             streamed: Streamed {

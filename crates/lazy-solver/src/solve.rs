@@ -149,6 +149,7 @@ impl Solution {
                 objective_ms: self.objective_ms,
                 bound_ms: self.bound_ms,
                 solve_s: self.solve,
+                prediction: None,
             },
             promise: None,
         })

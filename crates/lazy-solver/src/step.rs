@@ -8,6 +8,8 @@
 use lazy_model::{Bytes, Schedule, StepProblem, Tier, TierBytes, Verified, VerifyError};
 
 use crate::error::SolverError;
+pub use crate::physical::carry_out;
+use crate::physical::solve_physical;
 use crate::solve::{Solution, SolveOptions, Status, solve};
 
 /// Read-ahead distances that are tried when none is asked for, in blocks.
@@ -19,9 +21,21 @@ const MOST_ROUNDS: usize = 32;
 /// More room must save this share of the step to be worth its memory.
 const WORTH_IT: f64 = 1e-4;
 
+/// What a step's plan minimises.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Objective {
+    /// The time of the step, with internals kept where HBM allows and HBM counted at every position.
+    #[default]
+    Physical,
+    /// The reference's: recomputed and exposed time of boundaries in the forward windows, a simple sum of HBM, nothing kept.
+    Reference,
+}
+
 /// How to plan a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepOptions {
+    /// What to minimise.
+    pub objective: Objective,
     /// How to solve each chain.
     pub solve: SolveOptions,
     /// Blocks to read ahead; `None`: as many as the time line says are worth their memory.
@@ -102,6 +116,14 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
             return Err(StepFailure::Fixed { tier, budget, fixed: fixed + least });
         }
         *room.get_mut(tier) = budget - fixed;
+    }
+    if options.objective == Objective::Physical {
+        match solve_physical(problem, options) {
+            Ok(Some(found)) => return Ok(found),
+            // The chain counts transfers in flight with caution: what it finds no room for, plain boundaries may still fit.
+            Ok(None) => {}
+            Err(other) => return Err(other),
+        }
     }
     let mut refused = None;
     // A block that is recomputed holds all its boundaries at once, which the chain does not count: where no plan with long blocks

@@ -169,12 +169,13 @@ fn total_memory() -> Option<Bytes> {
     Some(Bytes(1024) * kib)
 }
 
-/// Caps into which the activations do not fit, so that a first run shows all tiers at work: HBM for a third of the boundaries and
-/// what a step holds beside them (read-ahead that was asked for included), host RAM for a quarter and staging, NVMe for a sixth; the rest has to be recomputed.
+/// Caps into which the activations do not fit, so that a first run shows all tiers at work: HBM for a third of the boundaries besides what
+/// every plan needs (read-ahead that was asked for included), host RAM for a quarter and staging, NVMe for a sixth; the rest has to be
+/// recomputed.
 fn default_budgets(layers: u64, boundary: Bytes, least: TierBytes, prefetch: u64) -> TierBytes {
     let room = |boundaries: u64| Bytes(boundary.align_up(4096).get() * boundaries);
     TierBytes {
-        hbm: least.hbm + room((layers / 3 + 3).max(6) + prefetch),
+        hbm: least.hbm + room((layers / 3).max(2) + prefetch),
         host: least.host + room(layers / 4 + 1),
         nvme: least.nvme + room((layers / 6).max(1)),
     }

@@ -201,11 +201,17 @@ impl<'a> TransferPlanner<'a> {
         let mut staging = vec![0.0f64; schedule.execution.staging_buffers.max(1)];
         let mut waiting: Vec<usize> =
             (0..n).filter(|&i| matches!(schedule.placement[i], Placement::Host | Placement::Nvme)).collect();
+        let mut needed = vec![2 * n; n];
+        for (source, end) in blocks(schedule) {
+            needed[source] = 2 * n + 1 - end;
+        }
         while !waiting.is_empty() {
             let free = staging.iter().copied().fold(f64::INFINITY, f64::min);
             // A boundary that has to wait for staging starts with the position after, so that it holds up no other before.
             let earliest = |i: usize| match schedule.placement[i] {
-                Placement::Nvme if free > self.issue[i] => (self.position(free) + 1).min(last).max(i),
+                Placement::Nvme if free > self.issue[i] => {
+                    (self.position(free) + 1).min(last).min(needed[i]).max(i)
+                }
                 _ => i,
             };
             let Some(at) = (0..waiting.len()).min_by_key(|&k| earliest(waiting[k])) else { break };
@@ -221,7 +227,7 @@ impl<'a> TransferPlanner<'a> {
                 if let Some(slot) = staging.iter_mut().min_by(|a, b| a.total_cmp(b)) {
                     *slot = drive_free;
                 }
-                stored = self.position(drive_free).clamp(out, 2 * n - i);
+                stored = self.position(drive_free).max(out);
             }
             transfers[i] = Some(Transfer { out, gone, stored, read: 2 * n, back: 2 * n });
         }

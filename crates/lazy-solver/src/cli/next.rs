@@ -109,7 +109,7 @@ fn time_with(planned: &Planned, tier: Tier, more: Bytes, options: &SolveOptions)
     if let Some(step) = &planned.problem.step {
         let mut step = step.clone();
         *step.budgets.get_mut(tier) += more;
-        let found = solve_step(&step, &StepOptions { solve: *options, prefetch: None }).ok()?;
+        let found = solve_step(&step, &StepOptions { solve: *options, ..StepOptions::default() }).ok()?;
         return Some(found.verified.promise.step_s.as_ms());
     }
     let mut chain = planned.problem.chain.clone();

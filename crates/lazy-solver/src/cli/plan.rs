@@ -145,7 +145,7 @@ pub(crate) fn make(problem: Problem, options: &SolveOptions, clock: &Clock) -> R
     if planned.solution.status == Status::Infeasible {
         let left = clock.left(options);
         planned.remedies = match &planned.problem.step {
-            Some(step) => explain_step(step, &StepOptions { solve: left, prefetch: None }),
+            Some(step) => explain_step(step, &StepOptions { solve: left, ..StepOptions::default() }),
             None => explain(&planned.problem.chain, &left).map_err(|e| e.to_string())?,
         };
     }
@@ -184,7 +184,8 @@ fn empty(status: Status) -> Solution {
 
 fn solve_whole_step(problem: Problem, options: &SolveOptions) -> Result<Planned, String> {
     let Some(step) = &problem.step else { return Err("no step to solve".into()) };
-    let (status, message) = match solve_step(step, &StepOptions { solve: *options, prefetch: None }) {
+    let (status, message) = match solve_step(step, &StepOptions { solve: *options, ..StepOptions::default() })
+    {
         Ok(found) => {
             let problem = Problem { chain: found.chain, ..problem };
             let verified = Some(found.verified);

@@ -1,0 +1,359 @@
+//! The physical objective: a step's own time, with keep and HBM decided together with the placements.
+//!
+//! The keep chain of a step predicts its time: arithmetic, recomputation, and what transfers stick out of windows of measured length. Its
+//! optimum is laid out as operations, their exact peaks are checked and their time line is simulated. Where the operations show that
+//! the chain was wrong about a cap or a link, the chain is corrected by that much and solved again, a few times at most.
+
+use std::time::Instant;
+
+use lazy_model::schedule::Prediction;
+use lazy_model::step::{StepPlan, TransferPlanner};
+use lazy_model::timeline::step_time;
+use lazy_model::{
+    Bytes, CostChain, Keep, Placement, Schedule, Seconds, StepProblem, Tier, TierBytes, Verified,
+    VerifyError, Windows,
+};
+
+use crate::solve::{Solution, SolveOptions, solve};
+use crate::step::{StepFailure, StepOptions, StepSolution, best_execution};
+
+/// How far prediction and simulation may lie apart.
+const NEAR: f64 = 0.03;
+/// Times the problem is corrected and solved again.
+const MOST_REFINEMENTS: usize = 5;
+/// Staging buffers towards and from NVMe, where host RAM allows.
+const STAGING: u64 = 2;
+/// Times the positions of transfers are taken anew from where the last ones made arithmetic wait.
+const FOLLOWED: usize = 2;
+
+/// What one round of the search found.
+struct Round {
+    solution: StepSolution,
+    prediction: Prediction,
+}
+
+/// Solves the keep chain of `problem`, corrected until its prediction holds. `None` where no plan of the chain can be laid out.
+///
+/// # Errors
+/// When the solver refuses the chain.
+pub(crate) fn solve_physical(
+    problem: &StepProblem,
+    options: &StepOptions,
+) -> Result<Option<StepSolution>, StepFailure> {
+    let mut best: Option<Round> = None;
+    let clock = Clock { limit: options.solve.time_limit, started: Instant::now() };
+    for nvme in nvme_rooms(problem) {
+        // Without a boundary on NVMe, what was set aside for staging is host RAM like any other, and of use where more would be.
+        if best.as_ref().is_some_and(|b| b.solution.schedule.counts().nvme > 0 || !host_is_full(b, nvme)) {
+            break;
+        }
+        if let Some(found) = refine(problem, options, nvme, &clock)?
+            && best.as_ref().is_none_or(|b| better(&found, b))
+        {
+            best = Some(found);
+        }
+    }
+    Ok(best.map(|round| {
+        let mut solution = round.solution;
+        solution.schedule.solve.prediction = Some(round.prediction);
+        solution
+    }))
+}
+
+/// Shares a time limit out over the solves of a step: each may take half of what is left.
+pub(crate) struct Clock {
+    pub(crate) limit: Option<Seconds>,
+    pub(crate) started: Instant,
+}
+
+impl Clock {
+    pub(crate) fn share(&self, options: &SolveOptions) -> SolveOptions {
+        let share =
+            |limit: Seconds| Seconds((limit.get() - self.started.elapsed().as_secs_f64()).max(0.0) / 2.0);
+        SolveOptions { time_limit: self.limit.map(share), ..*options }
+    }
+
+    /// Whether another solve would get next to nothing.
+    fn is_over(&self) -> bool {
+        self.limit.is_some_and(|limit| self.started.elapsed().as_secs_f64() > 0.9 * limit.get())
+    }
+}
+
+/// Whether host RAM holds so much that `more` would have been of use.
+fn host_is_full(round: &Round, more: Option<Bytes>) -> bool {
+    let StepSolution { solution, chain, .. } = &round.solution;
+    let used = solution.evaluation.as_ref().map_or(Bytes::ZERO, |e| e.bytes.host);
+    let smallest = chain.boundary_bytes.iter().copied().min().unwrap_or_default();
+    more.is_none() && used + smallest > chain.cpu_budget_bytes
+}
+
+/// NVMe with the staging it needs in host RAM, and none of either.
+fn nvme_rooms(problem: &StepProblem) -> Vec<Option<Bytes>> {
+    let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
+    let host = problem.budgets.host.saturating_sub(problem.fixed.host);
+    let buffers = [STAGING, 1].into_iter().find(|&n| largest.align_up(4096) * n <= host);
+    let mut rooms = Vec::new();
+    if problem.budgets.nvme > Bytes::ZERO
+        && let Some(n) = buffers
+    {
+        rooms.push(Some(largest.align_up(4096) * n));
+    }
+    rooms.push(None);
+    rooms
+}
+
+fn better(a: &Round, b: &Round) -> bool {
+    let time = |r: &Round| r.solution.verified.promise.step_s.get();
+    let near = |r: &Round| r.prediction.gap.abs() <= NEAR;
+    match (near(a), near(b)) {
+        (true, false) if time(a) < time(b) * (1.0 + NEAR) => true,
+        (false, true) if time(b) < time(a) * (1.0 + NEAR) => false,
+        _ => time(a) < time(b),
+    }
+}
+
+fn refine(
+    problem: &StepProblem,
+    options: &StepOptions,
+    staging: Option<Bytes>,
+    clock: &Clock,
+) -> Result<Option<Round>, StepFailure> {
+    let mut room = TierBytes {
+        hbm: problem.budgets.hbm,
+        host: problem
+            .budgets
+            .host
+            .saturating_sub(problem.fixed.host)
+            .saturating_sub(staging.unwrap_or_default()),
+        nvme: if staging.is_some() { problem.budgets.nvme } else { Bytes::ZERO },
+    };
+    let mut windows = problem.windows();
+    let mut best: Option<Round> = None;
+    for refinements in 0..=MOST_REFINEMENTS {
+        if refinements > 0 && clock.is_over() {
+            break;
+        }
+        let chain = problem.keep_chain(&room, &windows);
+        let solution = solve(&chain, &clock.share(&options.solve))?;
+        let Some(schedule) = to_schedule(problem, &solution, &chain) else {
+            return Ok(best);
+        };
+        let (schedule, verified) = match carry_out(problem, &schedule, options.prefetch) {
+            Ok(found) => found,
+            Err(VerifyError::OverBudget { tier, needed, budget, .. }) => {
+                let over = needed - budget;
+                if tier == Tier::Hbm && windows.slack == Bytes::ZERO {
+                    // Most often a boundary that is half on its way: nothing that the turn would have to make room for.
+                    windows.slack = over;
+                } else if room.get(tier) > over {
+                    *room.get_mut(tier) = room.get(tier) - over;
+                } else {
+                    return Ok(best);
+                }
+                continue;
+            }
+            Err(other) => return Err(other.into()),
+        };
+        let predicted = predict(problem, &schedule, &solution, &chain);
+        let simulated = verified.promise.step_s;
+        let gap = if predicted.get() > 0.0 { simulated.get() / predicted.get() - 1.0 } else { 0.0 };
+        correct(&mut windows, problem, &schedule, &verified, &solution, &chain, gap);
+        let prediction = Prediction { step_s: predicted, gap, refinements };
+        let found = Round { solution: StepSolution { schedule, verified, solution, chain }, prediction };
+        if best.as_ref().is_none_or(|b| better(&found, b)) {
+            best = Some(found);
+        }
+        if gap.abs() <= NEAR {
+            break;
+        }
+    }
+    Ok(best)
+}
+
+/// Where the operations showed the chain wrong about time, its windows become longer or its links slower.
+fn correct(
+    windows: &mut Windows,
+    problem: &StepProblem,
+    schedule: &Schedule,
+    verified: &Verified,
+    solution: &Solution,
+    chain: &CostChain,
+    gap: f64,
+) {
+    let Some(evaluation) = &solution.evaluation else { return };
+    if gap <= 0.0 {
+        // Time to spare: the loss is a window too where writes may run on, and each layer's backward has its measured length.
+        *windows =
+            Windows { rates: windows.rates, slack: windows.slack, ..actual_windows(problem, schedule) };
+        return;
+    }
+    let exposed = verified.timeline.exposed();
+    let (seen, said) = (
+        [exposed.d2h, exposed.h2d, exposed.nvme_write, exposed.nvme_read].map(Seconds::as_ms),
+        [
+            evaluation.exposed_ms.d2h,
+            evaluation.exposed_ms.h2d,
+            evaluation.exposed_ms.nvme_write,
+            evaluation.exposed_ms.nvme_read,
+        ],
+    );
+    let rates = &mut windows.rates;
+    let links = [&mut rates.d2h, &mut rates.h2d, &mut rates.nvme_write, &mut rates.nvme_read];
+    let forward: f64 = chain.layer_window_ms.iter().sum();
+    let backward: f64 = windows.backward_ms.iter().sum();
+    let lengths = [forward, backward, forward, backward];
+    for (((link, seen), said), length) in links.into_iter().zip(seen).zip(said).zip(lengths) {
+        let missed = (seen - said).max(0.0);
+        if missed > 0.0 && length > 0.0 {
+            link.0 *= (1.0 - missed / length).clamp(0.25, 1.0);
+        }
+    }
+}
+
+/// Windows as this plan has them: kept layers save in their forward and run nothing again; blocks recompute before their last layer.
+fn actual_windows(problem: &StepProblem, schedule: &Schedule) -> Windows {
+    let mut windows = problem.windows();
+    let costs = &problem.costs;
+    for (l, &keep) in schedule.keep.iter().enumerate() {
+        if keep {
+            windows.forward_ms[l] = costs.saving_forward[l].as_ms();
+            windows.backward_ms[l] = costs.backward[l].as_ms();
+        }
+    }
+    let n = schedule.layers;
+    let mut end = n;
+    for i in (0..n).rev() {
+        if schedule.placement[i] != Placement::Recompute {
+            end = i;
+        } else if let Some(window) = windows.backward_ms.get_mut(end - 1) {
+            *window += costs.forward[i - 1].as_ms();
+        }
+    }
+    if let Some(last) = windows.forward_ms.last_mut() {
+        *last += costs.epilogue.as_ms();
+    }
+    windows
+}
+
+fn to_schedule(problem: &StepProblem, solution: &Solution, chain: &CostChain) -> Option<Schedule> {
+    let mut schedule = solution.schedule(chain)?;
+    schedule.keep = solution.keep.as_ref()?.iter().map(|k| *k == Keep::Hbm).collect();
+    schedule.shape_hash = lazy_model::schedule::shape_hash(&problem.boundary_bytes);
+    Some(schedule)
+}
+
+/// What the chain's objective says of the step: the plan's arithmetic (streamed weights and gradients included, no boundary leaving
+/// HBM), and the exposed time of boundaries.
+fn predict(problem: &StepProblem, schedule: &Schedule, solution: &Solution, chain: &CostChain) -> Seconds {
+    let mut still = schedule.clone();
+    still.transfers = None;
+    for placement in &mut still.placement {
+        if matches!(placement, Placement::Host | Placement::Nvme) {
+            *placement = Placement::Hbm;
+        }
+    }
+    let arithmetic = StepPlan::with_sizes(&still, &problem.sizes())
+        .map_or(Seconds::ZERO, |plan| step_time(&plan, &problem.costs));
+    let exposed = solution.evaluation.as_ref().map_or(0.0, |e| e.exposed_ms.total());
+    let boundaries = Seconds::from_ms((exposed - mandatory_overflow_ms(chain)).max(0.0));
+    let pass = arithmetic.get() + boundaries.get();
+    Seconds(problem.micro_batches as f64 * pass) + problem.optimizer
+}
+
+/// The least predicted step time of any plan of `chain`, where the solver proved a bound: arithmetic without recomputation, and what the
+/// bound leaves when the weights of the objective are taken off.
+pub(crate) fn least_step(problem: &StepProblem, chain: &CostChain, solution: &Solution) -> Option<Seconds> {
+    let bound = solution.bound_ms?;
+    let costs = &problem.costs;
+    let layers: Seconds = costs.saving_forward.iter().chain(&costs.backward).copied().sum();
+    let arithmetic = costs.prologue + layers + costs.epilogue + costs.prologue_backward;
+    let nvme = if chain.nvme_budget_bytes > Bytes::ZERO { chain.nvme_tiebreak } else { 0.0 };
+    let weights = (chain.checkpoint_penalty + nvme) * (chain.layers + 1) as f64;
+    let recomputed = (bound - weights - mandatory_overflow_ms(chain)).max(0.0);
+    let pass = arithmetic.get() + recomputed / 1e3;
+    Some(Seconds(problem.micro_batches as f64 * pass) + problem.optimizer)
+}
+
+/// What streamed weights stick out of the windows whatever is placed where.
+fn mandatory_overflow_ms(chain: &CostChain) -> f64 {
+    let windows = chain.layer_backward_window_ms.as_ref().unwrap_or(&chain.layer_window_ms);
+    let over = windows
+        .iter()
+        .zip(&chain.param_h2d_bytes)
+        .map(|(window, &bytes)| (chain.h2d_bytes_per_s.time(bytes).as_ms() - window).max(0.0));
+    over.sum()
+}
+
+/// The fastest way to carry `schedule` out that keeps the budgets, its transfers timed by position.
+///
+/// # Errors
+/// What it breaks where it needs least.
+pub fn carry_out(
+    problem: &StepProblem,
+    schedule: &Schedule,
+    prefetch: Option<usize>,
+) -> Result<(Schedule, Verified), VerifyError> {
+    if prefetch.is_some() {
+        return best_execution(problem, schedule, prefetch);
+    }
+    let counts = schedule.counts();
+    if counts.host + counts.nvme == 0 {
+        let verified = problem.verify(schedule)?;
+        return Ok((promised(schedule.clone(), &verified), verified));
+    }
+    let sizes = problem.sizes();
+    let mut best: Option<(Schedule, Verified)> = None;
+    let mut least: Option<VerifyError> = None;
+    let mut smaller = |error: VerifyError| {
+        let over = |e: &VerifyError| match e {
+            VerifyError::OverBudget { needed, budget, .. } => Some(*needed - *budget),
+            _ => None,
+        };
+        if least.as_ref().is_none_or(|l| over(&error) < over(l)) {
+            least = Some(error);
+        }
+    };
+    let buffers: &[usize] = if counts.nvme > 0 { &[STAGING as usize, 1] } else { &[1] };
+    for &staging in buffers {
+        for (writes_run_on, reads_beside_loss) in [(false, false), (true, false), (false, true), (true, true)]
+        {
+            let mut tried = schedule.clone();
+            tried.execution.staging_buffers = staging;
+            let mut planner = TransferPlanner::new(&tried, &sizes, &problem.costs);
+            planner.writes_run_on = writes_run_on;
+            planner.reads_beside_loss = reads_beside_loss;
+            for _ in 0..=FOLLOWED {
+                tried.transfers = Some(planner.plan(&tried));
+                match problem.verify(&tried) {
+                    Ok(verified) => {
+                        planner.follow(&verified.plan, &verified.timeline);
+                        let waits = verified.timeline.exposed().total() > Seconds::ZERO;
+                        let time = verified.promise.step_s.get();
+                        if best.as_ref().is_none_or(|(_, b)| time < b.promise.step_s.get() * (1.0 - 1e-9)) {
+                            best = Some((promised(tried.clone(), &verified), verified));
+                        }
+                        if !waits {
+                            break;
+                        }
+                    }
+                    Err(error @ VerifyError::OverBudget { .. }) => {
+                        smaller(error);
+                        // Reads that pile up need less room where they start as late as the plan's own waits allow.
+                        let Ok(plan) = StepPlan::with_sizes(&tried, &sizes) else { break };
+                        planner.follow(&plan, &lazy_model::timeline::simulate(&plan, &problem.costs));
+                    }
+                    Err(other) => return Err(other),
+                }
+            }
+        }
+    }
+    match (best, least) {
+        (Some(best), _) => Ok(best),
+        (None, least) => best_execution(problem, schedule, None).map_err(|error| least.unwrap_or(error)),
+    }
+}
+
+fn promised(mut schedule: Schedule, verified: &Verified) -> Schedule {
+    schedule.promise = Some(verified.promise);
+    schedule
+}

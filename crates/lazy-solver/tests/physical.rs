@@ -1,0 +1,182 @@
+//! Steps planned by their own time: by hand, against all plans of small steps, and what more memory does.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use lazy_model::timeline::{Contention, LinkRates, StepCosts};
+use lazy_model::{
+    Bytes, BytesPerSecond, Placement, Schedule, Seconds, StepProblem, Streamed, Tier, TierBytes, Workspaces,
+};
+use lazy_solver::ranks::solve_ranks;
+use lazy_solver::step::{StepFailure, StepOptions, carry_out, solve_step};
+
+const MIB: Bytes = Bytes::from_mib(1);
+
+/// Boundaries of 1 MiB, internals of 10, layers of 10 ms forward and 20 backward, links that move a boundary in `link_ms`.
+fn problem(layers: usize, budgets: [u64; 3], link_ms: f64) -> StepProblem {
+    let rate = BytesPerSecond(MIB.get() as f64 / (link_ms / 1e3));
+    let times = |ms: f64| vec![Seconds::from_ms(ms); layers];
+    let [hbm, host, nvme] = budgets.map(|n| MIB * n);
+    StepProblem {
+        boundary_bytes: vec![MIB; layers + 1],
+        saved_bytes: vec![MIB * 10; layers],
+        workspaces: Workspaces::default(),
+        streamed: Streamed::default(),
+        costs: StepCosts {
+            prologue: Seconds::ZERO,
+            forward: times(10.0),
+            saving_forward: times(10.0),
+            backward: times(20.0),
+            epilogue: Seconds::from_ms(5.0),
+            prologue_backward: Seconds::ZERO,
+            links: LinkRates {
+                d2h: rate,
+                h2d: rate,
+                nvme_write: rate,
+                nvme_read: rate,
+                ..LinkRates::default()
+            },
+        },
+        micro_batches: 1,
+        optimizer: Seconds::ZERO,
+        fixed: TierBytes::default(),
+        budgets: TierBytes { hbm, host, nvme },
+        max_segment: 4,
+    }
+}
+
+fn step_ms(problem: &StepProblem) -> Option<f64> {
+    match solve_step(problem, &StepOptions::default()) {
+        Ok(found) => {
+            let promise = found.verified.promise;
+            for tier in Tier::ALL {
+                assert!(promise.peak_bytes.get(tier) <= problem.budgets.get(tier), "{tier}");
+                let timeline = &found.verified.timeline;
+                let live = timeline.occupancy(&found.verified.plan, tier).iter().map(|s| s.1).max().unwrap();
+                assert!(problem.fixed.get(tier) + live <= promise.peak_bytes.get(tier), "{tier}");
+            }
+            Some(promise.step_s.as_ms())
+        }
+        Err(StepFailure::Infeasible { .. } | StepFailure::Fixed { .. } | StepFailure::Verify(_)) => None,
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn internals_are_kept_as_far_as_hbm_reaches() {
+    // The turn: five boundaries, one gradient, and 10 MiB for every kept layer. A layer costs 30 ms kept and 40 plain; the loss 5.
+    for (hbm, kept) in [(26, 2), (25, 1), (16, 1), (36, 3), (46, 4), (100, 4)] {
+        let time = step_ms(&problem(4, [hbm, 0, 0], 1.0)).unwrap();
+        let wanted = 5.0 + 4.0 * 40.0 - 10.0 * f64::from(kept);
+        assert!((time - wanted).abs() < 1e-6, "{hbm} MiB: {time} ms, not {wanted}");
+    }
+}
+
+#[test]
+fn boundaries_leave_so_that_internals_can_stay() {
+    // One MiB less than two kept layers need beside all boundaries: one boundary leaves, 3 ms each way, and nothing waits.
+    let time = step_ms(&problem(4, [25, 1, 0], 3.0)).unwrap();
+    assert!((time - (5.0 + 4.0 * 40.0 - 20.0)).abs() < 1e-6, "{time}");
+}
+
+/// Every placement and keep of a step, each carried out as well as `carry_out` can.
+fn best_of_all(problem: &StepProblem) -> Option<f64> {
+    let n = problem.saved_bytes.len();
+    let mut best = None;
+    for code in 0..4usize.pow(n as u32) {
+        let placement: Vec<Placement> = (0..n)
+            .map(|i| ['G', 'C', 'N', '-'][code / 4usize.pow(i as u32) % 4])
+            .chain(['G'])
+            .filter_map(Placement::from_letter)
+            .collect();
+        if placement[0] == Placement::Recompute {
+            continue;
+        }
+        for keep in 0..1usize << n {
+            let mut schedule = Schedule::named("all", &problem.boundary_bytes, false);
+            schedule.placement = placement.clone();
+            schedule.keep = (0..n).map(|l| keep >> l & 1 == 1).collect();
+            if let Ok((_, verified)) = carry_out(problem, &schedule, None) {
+                let time = verified.promise.step_s.as_ms();
+                best = Some(best.map_or(time, |b: f64| b.min(time)));
+            }
+        }
+    }
+    best
+}
+
+#[test]
+fn no_plan_of_a_small_step_is_much_faster() {
+    let mut planned = 0;
+    for case in 0..12u64 {
+        let draw = |salt: u64, below: u64| (case * 7919 + salt * 104_729) % 1_000_003 % below;
+        let hbm = 14 + draw(1, 27);
+        let mut problem = problem(3, [hbm, draw(2, 4), draw(3, 3)], [1.0, 6.0, 25.0][draw(4, 3) as usize]);
+        problem.workspaces.loss = MIB * draw(5, 6);
+        problem.saved_bytes[1] = MIB * (4 + draw(6, 12));
+        problem.costs.forward[1] = Seconds::from_ms(4.0 + draw(7, 12) as f64);
+        let (found, best) = (step_ms(&problem), best_of_all(&problem));
+        match (found, best) {
+            (Some(found), Some(best)) => {
+                planned += 1;
+                assert!(found >= best - 1e-6, "case {case}: {found} ms, but no plan is faster than {best}");
+                assert!(
+                    found <= best * 1.05 + 1e-6,
+                    "case {case}: {found} ms, but there is a plan of {best}"
+                );
+            }
+            (None, None) => {}
+            other => panic!("case {case}: {other:?}"),
+        }
+    }
+    assert!(planned >= 9, "{planned}");
+}
+
+#[test]
+fn more_hbm_is_never_slower() {
+    for link_ms in [2.0, 12.0, 40.0] {
+        let mut last = f64::INFINITY;
+        for hbm in (14..70).step_by(4) {
+            let Some(time) = step_ms(&problem(6, [hbm, 3, 2], link_ms)) else { continue };
+            assert!(time <= last + 1e-6, "{link_ms} ms a boundary, {hbm} MiB: {time} after {last}");
+            last = time;
+        }
+        assert!((last - (5.0 + 6.0 * 30.0)).abs() < 10.0 * 6.0);
+    }
+}
+
+#[test]
+fn prediction_and_simulation_are_near() {
+    for link_ms in [1.0, 9.0, 30.0] {
+        for hbm in [15, 18, 27, 41] {
+            let mut problem = problem(8, [hbm, 6, 4], link_ms);
+            problem.costs.links.contention = Contention {
+                d2h_both: Some(BytesPerSecond(MIB.get() as f64 * 500.0 / link_ms)),
+                ..Contention::default()
+            };
+            let Ok(found) = solve_step(&problem, &StepOptions::default()) else { continue };
+            if let Some(prediction) = found.schedule.solve.prediction {
+                assert!(prediction.gap.abs() <= 0.03, "{link_ms} ms, {hbm} MiB: {prediction:?}");
+                assert!(prediction.refinements <= 5);
+            }
+        }
+    }
+}
+
+/// All ways to divide whole boundaries of host RAM among two ranks: the slower of the two is never faster than the even split, and the bound
+/// is below it.
+#[test]
+fn ranks_share_a_host_evenly() {
+    for (hbm, host) in [(15, 2), (16, 3), (25, 4), (17, 5)] {
+        let host_problem = problem(4, [hbm, host, 0], 4.0);
+        let Ok(even) = solve_ranks(&host_problem, 2, None, &StepOptions::default()) else { continue };
+        let of = |mib: u64| {
+            let mut one = host_problem.clone();
+            one.budgets.host = MIB * mib;
+            step_ms(&one).unwrap_or(f64::INFINITY)
+        };
+        let best = (0..=host).map(|first| of(first).max(of(host - first))).fold(f64::INFINITY, f64::min);
+        let step = even.each.verified.promise.step_s.as_ms();
+        assert!((step - best).abs() < 1e-6, "{hbm} MiB, {host} shared: {step} ms, divided at will {best}");
+        assert!(even.bound.as_ms() <= best + 1e-6);
+        assert!(even.gap <= 0.001, "{}", even.gap);
+    }
+}
