@@ -1,17 +1,18 @@
 //! Loss and gradients of transformers' Qwen3, through the executor: boundaries spilled to host and NVMe, layers recomputed.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+#[path = "common/plan.rs"]
+mod plan;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
-use lazy_model::schedule::Schedule;
-use lazy_model::{ModelSpec, Placement, StepPlan};
-use lazy_runtime::{Context, Executor, Phase};
-use lazy_store::{Store, StoreOptions};
+use lazy_model::ModelSpec;
+use lazy_runtime::{Context, Phase};
+use plan::planned;
 use train_lm::decoder::{Decoder, with_slice};
 use train_lm::model::{Shape, TrainedModel};
-use train_lm::probe::spill_file;
 
 fn load(case: &str, file: &str) -> BTreeMap<String, Tensor> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/decoder").join(case).join(file);
@@ -30,19 +31,8 @@ fn check(case: &str, letters: &str) {
     let ids = golden["input_ids"].to_dtype(DType::U32).unwrap().flatten_all().unwrap().to_vec1().unwrap();
 
     let model = TrainedModel::new(decoder, Shape { batch: 2, seq: 24 }, 0.0);
-    let sizes = vec![model.boundary_bytes(); letters.len()];
-    let mut schedule = Schedule::named("test", &sizes, false);
-    schedule.placement = letters.chars().map(|c| Placement::from_letter(c).unwrap()).collect();
-    let plan = StepPlan::new(&schedule, &sizes).unwrap();
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let store = Store::open(StoreOptions {
-        hbm: plan.extents.hbm,
-        host: plan.extents.host,
-        nvme: Some(spill_file(dir.path(), plan.extents.nvme)),
-        poison: true,
-        ..StoreOptions::default()
-    });
-    let executor = Executor::new(store.unwrap(), model.prologue(), model.layers(), model.epilogue());
+    let (plan, executor) = planned(&model, letters, dir.path(), true);
     model.feed(vec![ids]);
     let cx = Context { seed: 0, step: 0, micro_batch: 0, layer: None, phase: Phase::Forward };
     executor.run(&plan, cx).unwrap();

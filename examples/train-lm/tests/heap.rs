@@ -3,16 +3,16 @@
 
 #[path = "common/counting.rs"]
 mod counting;
+#[path = "common/plan.rs"]
+mod plan;
 
 use counting::{forget_peak, live, peak};
-use lazy_model::schedule::Schedule;
-use lazy_model::{Bytes, ModelSpec, Placement, StepPlan};
+use lazy_model::{Bytes, ModelSpec};
 use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
-use lazy_runtime::{Context, Executor, Phase};
-use lazy_store::{Store, StoreOptions};
+use lazy_runtime::{Context, Phase};
+use plan::planned;
 use train_lm::decoder::Decoder;
 use train_lm::model::{Shape, TrainedModel};
-use train_lm::probe::spill_file;
 use train_lm::random::initial_values;
 
 #[global_allocator]
@@ -25,18 +25,8 @@ fn most_allocated(letters: &str, shape: Shape) -> (usize, Bytes) {
     let spec = ModelSpec::from_json(include_str!("../config.json")).unwrap();
     let decoder = Decoder::new(spec, &mut |name, shape| initial_values(0, name, shape)).unwrap();
     let model = TrainedModel::new(decoder, shape, 0.1);
-    let sizes = vec![model.boundary_bytes(); letters.len()];
-    let mut schedule = Schedule::named("test", &sizes, false);
-    schedule.placement = letters.chars().map(|c| Placement::from_letter(c).unwrap()).collect();
-    let plan = StepPlan::new(&schedule, &sizes).unwrap();
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let store = Store::open(StoreOptions {
-        hbm: plan.extents.hbm,
-        host: plan.extents.host,
-        nvme: (plan.extents.nvme > Bytes::ZERO).then(|| spill_file(dir.path(), plan.extents.nvme)),
-        ..StoreOptions::default()
-    });
-    let executor = Executor::new(store.unwrap(), model.prologue(), model.layers(), model.epilogue());
+    let (plan, executor) = planned(&model, letters, dir.path(), false);
     let adam =
         AdamOptions { bucket_elements: 1 << 19, chunk_bytes: Bytes::from_mib(1), ..AdamOptions::default() };
     let named = model.decoder.parameters();
