@@ -188,6 +188,21 @@ fn rounds(chain: &CostChain, goal: Goal, deadline: Option<Instant>, best: &mut B
                 if finished && cap.is_some_and(|cap| program.add_overflowing(&plan, cap)) {
                     continue;
                 }
+                // Exposed time that the program does not count yet.
+                let short = match goal {
+                    Goal::Cost => {
+                        let value = evaluation.objective_ms;
+                        bound.is_some_and(|bound| value - bound > tolerance(value))
+                    }
+                    Goal::Fewest { step_at_most } => evaluation.step_ms() > step_at_most,
+                    Goal::BytesIn(_) | Goal::Any => false,
+                };
+                if finished && short && program.add_exposed(&plan) {
+                    if goal == Goal::Cost {
+                        offer(best, plan, evaluation);
+                    }
+                    continue;
+                }
                 offer(best, plan, evaluation);
                 return (end, bound);
             }

@@ -8,6 +8,10 @@ use super::shape::{Plan, Shape};
 use crate::mip::{Column, Mip};
 use crate::problem::{Allowed, allowed, recompute};
 
+/// Blocks of up to so many layers have their covers in the program from the start. Longer ones would swamp it: N L of them, with L terms
+/// each. There they come with the plans that need them.
+const EAGER_BLOCK: usize = 8;
+
 /// What is minimised.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Goal {
@@ -66,7 +70,9 @@ pub(crate) struct Program {
     beyond: Option<Column>,
     added: HashSet<(Position, [usize; 4])>,
     /// Exposed time of each pool that may carry anything.
-    exposed: Vec<Column>,
+    exposed: [Option<Column>; 4],
+    /// Rows of exposed time: pool, first window, whether with the blocks that begin below.
+    exposed_from: HashSet<(usize, usize, bool)>,
     /// Exposed time of mandatory traffic (ms), whatever is placed where.
     overflow_ms: f64,
 }
@@ -95,7 +101,8 @@ impl Program {
             cover: BTreeMap::new(),
             beyond: None,
             added: HashSet::new(),
-            exposed: vec![],
+            exposed: [None; 4],
+            exposed_from: HashSet::new(),
             overflow_ms: 0.0,
         };
         p.boundary_columns(chain, &allowed);
@@ -110,7 +117,7 @@ impl Program {
         if let Goal::Fewest { step_at_most } = goal {
             p.step_row(chain, step_at_most);
         }
-        let top = n.saturating_sub(p.shape.limit);
+        let top = n.saturating_sub(p.shape.limit.min(EAGER_BLOCK));
         p.add(Position::Turn, [0; 4]);
         for l in top..n {
             p.add(Position::Backward(LayerIndex(l)), [0, l, 0, l]);
@@ -327,39 +334,56 @@ impl Program {
         self.overflow_ms += link.overflow_ms;
         self.mip.constant += ms * link.overflow_ms;
         let exposed = self.mip.real(ms);
-        self.exposed.push(exposed);
-        let mut tail: Vec<(Column, u64)> = vec![];
-        // The suffix of windows from `w` on. Internals of layer l enter at l + 1, boundary i when written at i, when read at the end
-        // of its block.
-        for w in (0..=n).rev() {
-            if link.outward && w < n {
-                tail.push((users[w], self.shape.boundary[w]));
-            }
-            if !link.outward && w > 0 {
-                tail.push((users[w - 1], self.shape.boundary[w - 1]));
-            }
-            if let Some(h) = w.checked_sub(1).and_then(|l| internals[l]) {
-                tail.push((h, self.shape.internals[w - 1]));
-            }
-            tail.retain(|(column, size)| *size > 0 && self.may_be_one(*column));
-            let mut row = tail.clone();
-            if !link.outward && w > 0 {
-                row.extend(self.blocks_across(&users, w - 1));
-            }
-            let room = link.between(w, n);
-            if row.iter().map(|(_, size)| *size as f64).sum::<f64>() > room {
-                let mut terms = vec![(exposed, 1.0)];
-                terms.extend(row.into_iter().map(|(column, size)| (column, -link.ms(size))));
-                self.mip.row(terms, -room * 1000.0 / link.rate, f64::INFINITY);
-            }
+        self.exposed[pool] = Some(exposed);
+        let all = self.shape.limit <= EAGER_BLOCK;
+        for w in (0..=self.shape.layers).rev() {
+            self.expose(pool, w, all);
         }
         Some(())
+    }
+
+    /// Exposed time of a pool is at least what the windows from `w` on are asked to carry beyond their room. Boundary i enters when
+    /// written at i, when read at the end of its block; internals of layer l at l + 1. `across`: with the boundaries read at `w` or
+    /// later whose block begins further below. False if the row is there already.
+    fn expose(&mut self, pool: usize, w: usize, across: bool) -> bool {
+        let Some(exposed) = self.exposed[pool].filter(|_| self.exposed_from.insert((pool, w, across))) else {
+            return false;
+        };
+        let link = self.shape.links[pool].clone();
+        let (n, users) = (self.shape.layers, self.users(pool));
+        let lowest = if link.outward { w } else { w.saturating_sub(1) };
+        let mut row: Vec<(Column, u64)> = (lowest..n).map(|i| (users[i], self.shape.boundary[i])).collect();
+        if !link.nvme {
+            let layers = w.saturating_sub(1)..n;
+            row.extend(layers.filter_map(|l| Some((self.host[l]?, self.shape.internals[l]))));
+        }
+        row.retain(|(column, size)| *size > 0 && self.may_be_one(*column));
+        if across && !link.outward && w > 0 {
+            row.extend(self.blocks_across(&users, w - 1));
+        }
+        let room = link.between(w, n);
+        if row.iter().map(|(_, size)| *size as f64).sum::<f64>() > room {
+            let mut terms = vec![(exposed, 1.0)];
+            terms.extend(row.into_iter().map(|(column, size)| (column, -link.ms(size))));
+            self.mip.row(terms, -room * 1000.0 / link.rate, f64::INFINITY);
+        }
+        true
+    }
+
+    /// Adds the rows that make a plan's exposed reads count in full. False if they are there already.
+    pub(crate) fn add_exposed(&mut self, plan: &Plan) -> bool {
+        if self.shape.limit <= EAGER_BLOCK {
+            return false;
+        }
+        let since = self.shape.busy_since(plan, self.shape.layers);
+        let h2d = self.expose(1, since[1], true);
+        self.expose(3, since[3], true) || h2d
     }
 
     /// Recompute of both kinds and exposed time together take at most `limit` ms.
     fn step_row(&mut self, chain: &CostChain, limit: f64) {
         let times = &chain.layer_recompute_ms;
-        let mut terms: Vec<(Column, f64)> = self.exposed.iter().map(|x| (*x, 1.0)).collect();
+        let mut terms: Vec<(Column, f64)> = self.exposed.iter().flatten().map(|x| (*x, 1.0)).collect();
         for (l, time) in times.iter().enumerate() {
             terms.push((self.skip[l], recompute(chain, l)));
             terms.push((self.kept[l], -time));
