@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "common/keep_chains.rs"]
+mod keep_chains;
+
 use std::fs;
 use std::path::Path;
 
@@ -331,4 +334,24 @@ fn step_time_then_checkpoints_then_nvme_decide_on_request() {
     assert!((got.step_ms() - (expected["objective"].as_f64().unwrap() - 37e-5)).abs() < 2e-6);
     assert_eq!((got.counts.checkpoints(), got.counts.nvme), (37, 0));
     assert!((solution.objective_ms.unwrap() - got.step_ms() - 37.0 * 7.0).abs() < 1e-6);
+}
+
+#[test]
+fn more_hbm_never_makes_a_plan_worse() {
+    for (kind, name, seeds) in keep_chains::KINDS {
+        // An idle link and much host RAM; little host RAM.
+        for seed in 0..seeds.min(2) {
+            let objective = |cap: u64| {
+                let chain = keep_chains::chain(kind, 20, cap, seed).unwrap();
+                let solution = solve(&chain, &SolveOptions::default()).unwrap();
+                assert_eq!(solution.status, Status::Optimal, "{name} {cap} {seed}");
+                solution.objective_ms.unwrap()
+            };
+            let [least, middle, most] = keep_chains::CAPS_GB.map(objective);
+            assert!(
+                least + 2e-6 >= middle && middle + 2e-6 >= most,
+                "{name} {seed}: {least} {middle} {most}"
+            );
+        }
+    }
 }
