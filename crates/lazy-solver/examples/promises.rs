@@ -1,15 +1,21 @@
 //! How near the objective's step time comes to the simulated one, over random machines, models and caps.
 //!
 //!     cargo run --release -p lazy-solver --example promises -- 100
+//!
+//! With `ranks` in the place of the number, how eight ranks that share a host are planned.
 
 #![allow(clippy::print_stdout, reason = "its output is the measurement")]
 
 use std::error::Error;
 use std::time::Instant;
 
-use lazy_model::timeline::{Contention, LinkRates, StepCosts};
-use lazy_model::{Bytes, BytesPerSecond, Seconds, StepProblem, Streamed, TierBytes, Workspaces};
+use lazy_model::timeline::{Contention, LinkRates, StepCosts, simulate};
+use lazy_model::{
+    Bytes, BytesPerSecond, Placement, Schedule, Seconds, StepPlan, StepProblem, Streamed, TierBytes,
+    Workspaces,
+};
 use lazy_solver::SolveOptions;
+use lazy_solver::ranks::solve_ranks;
 use lazy_solver::step::{Objective, StepOptions, solve_step};
 
 /// A small generator, so that a number names a problem.
@@ -92,7 +98,65 @@ fn problem(seed: u64) -> StepProblem {
     problem
 }
 
+/// Eight ranks of 64 layers whose host holds eight times what one rank's problem says.
+fn ranks() -> Result<(), Box<dyn Error>> {
+    for seed in (0..).filter(|&seed| problem(seed).saved_bytes.len() == 64).take(12) {
+        let mut host = problem(seed);
+        host.budgets.host = host.budgets.host * 8;
+        host.budgets.nvme = host.budgets.nvme * 8;
+        let links = &mut host.costs.links;
+        links.nvme_write.0 *= 8.0;
+        links.nvme_read.0 *= 8.0;
+        links.contention.shared = links.contention.shared.map(|rate| BytesPerSecond(rate.get() * 8.0));
+        let solve = SolveOptions { time_limit: Some(Seconds(10.0)), ..SolveOptions::default() };
+        let started = Instant::now();
+        match solve_ranks(&host, 8, None, &StepOptions { solve, ..StepOptions::default() }) {
+            Ok(found) => println!(
+                "{seed:4}  {:?}  step {:.1} ms  bound {:.1} ms  gap {:.4} %  {:.2} s",
+                found.each.schedule.counts(),
+                found.step.as_ms(),
+                found.bound.as_ms(),
+                100.0 * found.gap,
+                started.elapsed().as_secs_f64()
+            ),
+            Err(error) => println!("{seed:4}  {error}"),
+        }
+    }
+    Ok(())
+}
+
+/// How long the operations and the time line of one plan of 64 layers take.
+fn clock_simulation() -> Result<(), Box<dyn Error>> {
+    let problem = (0..).map(problem).find(|p| p.saved_bytes.len() == 64).ok_or("no such problem")?;
+    let mut schedule = Schedule::named("mixed", &problem.boundary_bytes, false);
+    for i in 0..64 {
+        let letter = ['C', 'G', 'N', '-'][i % 4];
+        schedule.placement[i] = Placement::from_letter(letter).ok_or("no such letter")?;
+    }
+    let plan = StepPlan::with_sizes(&schedule, &problem.sizes())?;
+    let time = |work: &dyn Fn()| {
+        let started = Instant::now();
+        (0..100).for_each(|_| work());
+        started.elapsed().as_secs_f64() * 10.0
+    };
+    let simulated = time(&|| {
+        std::hint::black_box(simulate(&plan, &problem.costs));
+    });
+    let derived = time(&|| {
+        let _ = std::hint::black_box(StepPlan::with_sizes(&schedule, &problem.sizes()));
+    });
+    println!(
+        "64 layers, {} tasks: simulated in {simulated:.3} ms, derived in {derived:.3} ms",
+        plan.tasks().count()
+    );
+    Ok(())
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
+    clock_simulation()?;
+    if std::env::args().nth(1).as_deref() == Some("ranks") {
+        return ranks();
+    }
     let count: u64 = std::env::args().nth(1).map_or(Ok(40), |n| n.parse())?;
     let first: u64 = std::env::args().nth(2).map_or(Ok(0), |n| n.parse())?;
     let (mut far, mut none, mut planned) = (0, 0, 0);
