@@ -39,15 +39,15 @@ struct Round {
 pub(crate) fn solve_physical(
     problem: &StepProblem,
     options: &StepOptions,
+    clock: &Clock,
 ) -> Result<Option<StepSolution>, StepFailure> {
     let mut best: Option<Round> = None;
-    let clock = Clock { limit: options.solve.time_limit, started: Instant::now() };
     for nvme in nvme_rooms(problem) {
         // Without a boundary on NVMe, what was set aside for staging is host RAM like any other, and of use where more would be.
         if best.as_ref().is_some_and(|b| b.solution.schedule.counts().nvme > 0 || !host_is_full(b, nvme)) {
             break;
         }
-        if let Some(found) = refine(problem, options, nvme, &clock)?
+        if let Some(found) = refine(problem, options, nvme, clock)?
             && best.as_ref().is_none_or(|b| better(&found, b))
         {
             best = Some(found);

@@ -5,11 +5,13 @@
 //! all the room the caps leave; the operations of its optimum are laid out and verified, and where they overflow, the chain's
 //! budget shrinks by the overflow and is solved again.
 
+use std::time::Instant;
+
 use lazy_model::{Bytes, Schedule, StepProblem, Tier, TierBytes, Verified, VerifyError};
 
 use crate::error::SolverError;
 pub use crate::physical::carry_out;
-use crate::physical::solve_physical;
+use crate::physical::{Clock, solve_physical};
 use crate::solve::{Solution, SolveOptions, Status, solve};
 
 /// Read-ahead distances that are tried when none is asked for, in blocks.
@@ -117,8 +119,9 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
         }
         *room.get_mut(tier) = budget - fixed;
     }
+    let clock = Clock { limit: options.solve.time_limit, started: Instant::now() };
     if options.objective == Objective::Physical {
-        match solve_physical(problem, options) {
+        match solve_physical(problem, options, &clock) {
             Ok(Some(found)) => return Ok(found),
             // The chain counts transfers in flight with caution: what it finds no room for, plain boundaries may still fit.
             Ok(None) => {}
@@ -130,7 +133,7 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
     // can be laid out, one with shorter blocks may be.
     let halves = std::iter::successors(Some(problem.max_segment), |&m| (m > 1).then_some(m / 2));
     for max_segment in halves {
-        match solve_blocks(&StepProblem { max_segment, ..problem.clone() }, options, room) {
+        match solve_blocks(&StepProblem { max_segment, ..problem.clone() }, options, room, &clock) {
             Err(
                 e @ (StepFailure::Infeasible { .. } | StepFailure::Verify(VerifyError::OverBudget { .. })),
             ) => {
@@ -147,11 +150,12 @@ fn solve_blocks(
     problem: &StepProblem,
     options: &StepOptions,
     whole: TierBytes,
+    clock: &Clock,
 ) -> Result<StepSolution, StepFailure> {
     let (mut room, mut overflow) = (whole, None);
     for _ in 0..MOST_ROUNDS {
         let chain = problem.chain(room);
-        let solution = solve(&chain, &options.solve)?;
+        let solution = solve(&chain, &clock.share(&options.solve))?;
         let Some(bare) = solution.schedule(&chain) else {
             return Err(match (solution.status, overflow) {
                 (Status::Infeasible, Some(overflow)) => StepFailure::Verify(overflow),
