@@ -153,3 +153,53 @@ fn weighted(columns: &[Variable], terms: impl Iterator<Item = (usize, f64)>) -> 
     }
     sum
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Five equations over 40 binaries, weights below 100, right sides half the sums: no solution, and no quick way to see it.
+    fn market_split() -> Mip {
+        let mut mip = Mip::default();
+        let columns: Vec<usize> = (0..40).map(|_| mip.binary(0.0, true)).collect();
+        let mut state = 7u64;
+        for _ in 0..5 {
+            let terms: Vec<(usize, f64)> = columns
+                .iter()
+                .map(|column| {
+                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                    (*column, ((state >> 33) % 100) as f64)
+                })
+                .collect();
+            let half = (terms.iter().map(|term| term.1).sum::<f64>() / 2.0).floor();
+            mip.row(terms, half, half);
+        }
+        mip
+    }
+
+    /// S1: a stop without an incumbent is neither infeasible nor a solution.
+    #[test]
+    fn s1_a_stop_without_an_incumbent_is_told_from_a_solution() {
+        let mip = market_split();
+        for seconds in [0.0, 1.0] {
+            let started = Instant::now();
+            let outcome = solve(&mip, Some(started + Duration::from_secs_f64(seconds)));
+            let Outcome::OutOfTime { values, .. } = outcome else { panic!("{outcome:?}") };
+            let holds = |row: &Row| {
+                let sum: f64 = row.terms.iter().map(|(column, weight)| weight * values[*column]).sum();
+                (row.lower - 1e-6..=row.upper + 1e-6).contains(&sum)
+            };
+            let whole = values.iter().all(|value| (value - value.round()).abs() < 1e-6);
+            assert!(values.is_empty() || !(whole && mip.rows.iter().all(holds)));
+        }
+    }
+
+    /// S2: no values come back for a program without any.
+    #[test]
+    fn s2_an_infeasible_program_has_no_values() {
+        let mut mip = Mip::default();
+        let (x, y) = (mip.binary(0.0, true), mip.binary(0.0, true));
+        mip.row(vec![(x, 1.0), (y, 1.0)], 3.0, f64::INFINITY);
+        assert!(matches!(solve(&mip, None), Outcome::Infeasible));
+    }
+}

@@ -43,6 +43,7 @@ mod lexicographic;
 mod link;
 mod mip;
 mod physical;
+mod place;
 mod problem;
 pub mod ranks;
 mod search;

@@ -5,6 +5,8 @@
 //! the cheapest set of checkpoints, charged for its bytes in this way, bounds every plan (proof in `docs/model.md`). Sets are built
 //! boundary by boundary; of partial sets only those survive that no other beats in cost, bytes and length of the running block.
 
+use std::time::Instant;
+
 use lazy_model::{CostChain, Pool};
 
 use crate::link::Link;
@@ -14,6 +16,10 @@ use crate::problem::{Allowed, allowed, gcd, recompute};
 const MOST_LABELS: usize = 1_500_000;
 /// Partial sets a boundary in the first pass, which only looks for a good complete one.
 const BEAM: usize = 256;
+/// Sets this much dearer than the best one known, relative to it, are still of interest.
+const SLACK: f64 = 1e-3;
+/// Complete sets handed out.
+const SETS: usize = 12;
 /// Prices of a byte, relative to the best one, at which completions are bounded.
 const PRICES: [f64; 5] = [0.9, 0.97, 1.0, 1.03, 1.1];
 
@@ -21,8 +27,15 @@ const PRICES: [f64; 5] = [0.9, 0.97, 1.0, 1.03, 1.1];
 pub(crate) struct Relaxed {
     /// No allowed plan has a smaller objective (ms).
     pub(crate) bound: f64,
-    /// Which boundaries the relaxation's optimum skips, if it was found.
-    pub(crate) skip: Option<Vec<bool>>,
+    /// Which boundaries the best sets skip, best first. The first is the relaxation's optimum, if that was found.
+    pub(crate) sets: Vec<Set>,
+}
+
+/// A set of checkpoints, and what it costs at least (ms).
+#[derive(Clone)]
+pub(crate) struct Set {
+    pub(crate) at_least: f64,
+    pub(crate) skip: Vec<bool>,
 }
 
 /// The relaxation of one chain.
@@ -93,34 +106,38 @@ impl Surrogate {
     }
 
     /// Solves the relaxation; `None` where no set of checkpoints fits.
-    pub(crate) fn solve(&self) -> Option<Relaxed> {
+    pub(crate) fn solve(&self, deadline: Option<Instant>) -> Option<Relaxed> {
         let best_price = self.best_price()?;
         let completions: Vec<Completion> =
             PRICES.iter().map(|factor| self.completion(best_price * factor)).collect();
         let root = completions.iter().map(|c| c.charge + c.rest[0][0]).fold(f64::NEG_INFINITY, f64::max);
-        let mut best: Option<(f64, Vec<bool>)> = None;
+        let mut sets: Vec<Set> = vec![];
         for width in [BEAM, usize::MAX] {
-            let limit = best.as_ref().map_or(f64::INFINITY, |(value, _)| *value);
-            match self.pass(&completions, limit, width) {
-                Some(Some(found)) if found.0 < limit => best = Some(found),
-                Some(_) => {}
-                None => return Some(Relaxed { bound: root, skip: best.map(|(_, skip)| skip) }),
+            let limit = sets.first().map_or(f64::INFINITY, |set| set.at_least);
+            // Some room above the limit leaves sets to choose from.
+            match self.pass(&completions, limit + SLACK * limit.abs(), width, deadline) {
+                Some(found) => sets = if found.is_empty() { sets } else { found },
+                None => return Some(Relaxed { bound: root, sets }),
             }
         }
-        let (bound, skip) = best?;
-        Some(Relaxed { bound, skip: Some(skip) })
+        let bound = sets.first()?.at_least;
+        Some(Relaxed { bound, sets })
     }
 
-    /// The best complete set that costs less than `limit`, keeping the `width` most promising partial sets of each boundary. `None`
-    /// where there are too many.
-    #[allow(clippy::type_complexity)]
-    fn pass(&self, completions: &[Completion], limit: f64, width: usize) -> Option<Option<(f64, Vec<bool>)>> {
+    /// The best complete sets that cost at most `limit`, best first, keeping the `width` most promising partial sets of each boundary.
+    /// `None` where there are too many, or too little time.
+    fn pass(
+        &self,
+        completions: &[Completion],
+        limit: f64,
+        width: usize,
+        deadline: Option<Instant>,
+    ) -> Option<Vec<Set>> {
         let at_least = |i: usize, label: &Label| {
             let rest =
                 |c: &Completion| c.price * label.bytes as f64 + c.charge + c.rest[i][label.run as usize];
             label.cost + completions.iter().map(rest).fold(f64::NEG_INFINITY, f64::max)
         };
-        let limit = limit + 1e-12 * limit.abs();
         let start = Label { cost: 0.0, bytes: 0, run: 0, parent: 0 };
         let mut stages: Vec<Vec<Label>> = vec![vec![start]];
         let mut kept = 0;
@@ -139,26 +156,24 @@ impl Surrogate {
                 next.truncate(width);
             }
             kept += next.len();
-            if kept > MOST_LABELS {
+            if kept > MOST_LABELS || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return None;
             }
             stages.push(next);
         }
         let value = |label: &Label| label.cost + self.charge.at(label.bytes);
         let last = stages.last()?;
-        let best = (0..last.len()).min_by(|&a, &b| {
+        let mut order: Vec<usize> = (0..last.len()).filter(|&at| value(&last[at]).is_finite()).collect();
+        order.sort_by(|&a, &b| {
             value(&last[a]).total_cmp(&value(&last[b])).then(last[a].bytes.cmp(&last[b].bytes))
         });
-        let Some(best) = best.filter(|&best| value(&last[best]).is_finite()) else { return Some(None) };
-        let found = value(&last[best]);
-        let mut skip = vec![false; self.boundaries.len()];
-        let mut at = best;
-        for i in (0..self.boundaries.len()).rev() {
-            let label = stages[i + 1][at];
-            skip[i] = label.run > 0;
-            at = label.parent as usize;
-        }
-        Some(Some((found, skip)))
+        order.truncate(SETS);
+        Some(
+            order
+                .into_iter()
+                .map(|at| Set { at_least: value(&last[at]), skip: skipped(&stages, at) })
+                .collect(),
+        )
     }
 
     fn children(&self, label: &Label, boundary: &Boundary, parent: u32) -> impl Iterator<Item = Label> {
@@ -234,6 +249,16 @@ impl Surrogate {
         }
         bytes
     }
+}
+
+/// What the last stage's label `at` skips.
+fn skipped(stages: &[Vec<Label>], mut at: usize) -> Vec<bool> {
+    let mut skip = vec![false; stages.len() - 1];
+    for (i, stage) in stages[1..].iter().enumerate().rev() {
+        skip[i] = stage[at].run > 0;
+        at = stage[at].parent as usize;
+    }
+    skip
 }
 
 /// Keeps the labels that none other equals or beats in bytes, cost and run.

@@ -1,14 +1,18 @@
 //! The least objective, by the cheapest method that proves it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lazy_model::{BoundaryIndex, CostChain, Locks, evaluate};
 
 use crate::count_dp;
+use crate::place::place;
 use crate::problem::Goal;
 use crate::search::{Found, Plan, search};
 use crate::solve::{Method, TieBreak};
-use crate::surrogate::Surrogate;
+use crate::surrogate::{Relaxed, Surrogate};
+
+/// Time for the program that places given checkpoints.
+const PLACING: Duration = Duration::from_secs(2);
 
 /// The plan of least objective, and the method that found it.
 pub(crate) fn weighted(chain: &CostChain, method: Method, deadline: Option<Instant>) -> (Found, Method) {
@@ -29,45 +33,78 @@ pub(crate) fn weighted(chain: &CostChain, method: Method, deadline: Option<Insta
     by_surrogate(chain, deadline)
 }
 
-/// The relaxation's set of checkpoints, placed as well as it can be. Where that reaches the relaxation's bound it is an optimum; where
+/// The relaxation's sets of checkpoints, placed as well as they can be. Where that reaches the relaxation's bound it is an optimum; where
 /// not, the whole program decides.
 fn by_surrogate(chain: &CostChain, deadline: Option<Instant>) -> (Found, Method) {
     let Some(surrogate) = Surrogate::new(chain) else { return (Found::Infeasible, Method::Surrogate) };
-    let Some(relaxed) = surrogate.solve() else { return (Found::Infeasible, Method::Surrogate) };
-    let mut placed = None;
-    if let Some(skip) = &relaxed.skip
-        && let Found::Plan(mut plan) = search(&with_checkpoints(chain, skip), Goal::Cost, deadline)
-    {
-        plan.bound = Some(relaxed.bound);
-        plan.prove(Goal::Cost);
-        if plan.proven {
-            return (Found::Plan(plan), Method::Surrogate);
-        }
-        placed = Some(plan);
+    let Some(relaxed) = surrogate.solve(deadline) else { return (Found::Infeasible, Method::Surrogate) };
+    let placed = placed(chain, &relaxed, deadline);
+    if let Some(plan) = placed.as_ref().filter(|plan| plan.proven) {
+        return (Found::Plan(Box::new(plan.clone())), Method::Surrogate);
     }
-    match search(chain, Goal::Cost, deadline) {
-        Found::Plan(mut plan) => {
-            plan.bound = Some(plan.bound.map_or(relaxed.bound, |bound| bound.max(relaxed.bound)));
-            if let Some(placed) = placed.filter(|p| p.evaluation.objective < plan.evaluation.objective) {
-                *plan = Plan { bound: plan.bound, ..*placed };
+    (better_of(search(chain, Goal::Cost, deadline), placed, relaxed.bound), Method::Mip)
+}
+
+/// The best plan for the relaxation's sets of checkpoints: without a program, and if that does not meet the bound, for the first
+/// set with one.
+fn placed(chain: &CostChain, relaxed: &Relaxed, deadline: Option<Instant>) -> Option<Plan> {
+    let mut best: Option<Plan> = None;
+    let cheaper = |plan: &Plan, best: &Option<Plan>| {
+        best.as_ref().is_none_or(|best| plan.evaluation.objective < best.evaluation.objective)
+    };
+    for set in &relaxed.sets {
+        if best.as_ref().is_some_and(|plan| plan.proven || plan.evaluation.objective_ms <= set.at_least) {
+            break;
+        }
+        if let Some((placement, evaluation)) = place(chain, &set.skip, relaxed.bound, deadline) {
+            let plan = Plan::new(placement, evaluation, Goal::Cost, Some(relaxed.bound));
+            if cheaper(&plan, &best) {
+                best = Some(plan);
             }
-            plan.prove(Goal::Cost);
-            (Found::Plan(plan), Method::Mip)
         }
-        Found::OutOfTime { bound } => {
-            let bound = Some(bound.map_or(relaxed.bound, |bound| bound.max(relaxed.bound)));
-            let found = match placed {
-                Some(mut plan) => {
-                    plan.bound = bound;
-                    plan.prove(Goal::Cost);
-                    Found::Plan(plan)
-                }
-                None => Found::OutOfTime { bound },
-            };
-            (found, Method::Mip)
-        }
-        other => (other, Method::Mip),
     }
+    if best.as_ref().is_some_and(|plan| plan.proven) {
+        return best;
+    }
+    let locked = with_checkpoints(chain, &relaxed.sets.first()?.skip);
+    if let Found::Plan(plan) = search(&locked, Goal::Cost, Some(soon(deadline)))
+        && cheaper(&plan, &best)
+    {
+        best = Some(Plan::new(plan.placement, plan.evaluation, Goal::Cost, Some(relaxed.bound)));
+    }
+    best
+}
+
+/// The whole program's answer, with the plan and the bound known before where they are better.
+fn better_of(found: Found, placed: Option<Plan>, bound: f64) -> Found {
+    let (searched, searched_bound) = match found {
+        Found::Plan(plan) => {
+            let bound = plan.bound;
+            (Some(*plan), bound)
+        }
+        Found::OutOfTime { bound } => (None, bound),
+        // A plan that passed the exact check refutes a verdict of infeasibility.
+        Found::Failed(_) | Found::Infeasible if placed.is_some() => (None, None),
+        other => return other,
+    };
+    let bound = searched_bound.map_or(bound, |searched| searched.max(bound));
+    let best = [searched, placed]
+        .into_iter()
+        .flatten()
+        .min_by(|a, b| a.evaluation.objective.cmp(&b.evaluation.objective));
+    match best {
+        Some(plan) => {
+            Found::Plan(Box::new(Plan::new(plan.placement, plan.evaluation, Goal::Cost, Some(bound))))
+        }
+        None => Found::OutOfTime { bound: Some(bound) },
+    }
+}
+
+/// A part of the time there is: the program for given checkpoints is quick or hopeless.
+fn soon(deadline: Option<Instant>) -> Instant {
+    let now = Instant::now();
+    let most = now + PLACING;
+    deadline.map_or(most, |deadline| most.min(now + deadline.saturating_duration_since(now) / 4))
 }
 
 /// The chain with its checkpoints decided and only their places left open.

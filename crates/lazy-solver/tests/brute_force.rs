@@ -258,7 +258,7 @@ fn no_placement_of_a_random_chain_is_cheaper_than_the_solvers() {
     let mut r = Random(1);
     let (mut infeasible, mut exposed, mut all_tiers) = (0, 0, 0);
     let mut methods = [0; 3];
-    let cases = cases(2000);
+    let cases = cases(1000);
     for number in 0..cases {
         let chain = random_chain(&mut r);
         let best = cheapest(&chain, &enumerate(&chain));
@@ -282,7 +282,7 @@ fn no_placement_of_a_random_chain_is_cheaper_than_the_solvers() {
 #[test]
 fn the_whole_program_alone_finds_the_same_optima() {
     let mut r = Random(2);
-    for number in 0..cases(400) {
+    for number in 0..cases(200) {
         let chain = random_chain(&mut r);
         let best = cheapest(&chain, &enumerate(&chain));
         let solution = solved(&chain, Method::Mip, TieBreak::Weighted);
@@ -295,7 +295,7 @@ fn the_whole_program_alone_finds_the_same_optima() {
 fn step_time_then_checkpoints_then_nvme_decide_whatever_the_weights_say() {
     let mut r = Random(3);
     let (mut ties, mut weights_disagree) = (0, 0);
-    let cases = cases(400);
+    let cases = cases(200);
     for number in 0..cases {
         let chain = random_chain(&mut r);
         let method = r.pick(&[Method::Auto, Method::Auto, Method::Mip]);

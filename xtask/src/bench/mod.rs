@@ -12,7 +12,6 @@
 //! - `spread`: smallest and largest of the runs, optional.
 
 mod rows;
-mod solver;
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -29,15 +28,17 @@ pub(crate) struct Options {
     /// Print the rows as a JSON array, and nothing else, on standard output
     #[arg(long)]
     json: bool,
+    /// Flags of the benchmark itself, after `--`
+    #[arg(last = true, value_name = "FLAGS")]
+    flags: Vec<String>,
 }
 
 pub(crate) fn run(options: &Options) -> Outcome<()> {
     let others = registered(&cargo::metadata()?);
     let rows = match options.name.as_deref() {
         None => return list(&others, options.json),
-        Some("solver") => solver::measure()?,
         Some(name) => match others.iter().find(|bench| bench.name == name) {
-            Some(bench) => bench.measure()?,
+            Some(bench) => bench.measure(&options.flags)?,
             None => return Err(format!("no benchmark `{name}`: `cargo xtask bench` lists them")),
         },
     };
@@ -46,8 +47,7 @@ pub(crate) fn run(options: &Options) -> Outcome<()> {
 }
 
 fn list(others: &[Bench], json: bool) -> Outcome<()> {
-    let names: Vec<_> =
-        ["solver"].into_iter().chain(others.iter().map(|bench| bench.name.as_str())).collect();
+    let names: Vec<_> = others.iter().map(|bench| bench.name.as_str()).collect();
     print(&if json { format!("{}\n", Value::from(names)) } else { format!("{}\n", names.join("\n")) })
 }
 
@@ -88,11 +88,11 @@ fn registered(metadata: &Value) -> Vec<Bench> {
 }
 
 impl Bench {
-    fn measure(&self) -> Outcome<Value> {
+    fn measure(&self, flags: &[String]) -> Outcome<Value> {
         let binary = format!("bench-{}", self.name);
         let features: Vec<_> = self.features.iter().map(String::as_str).collect();
         let executable = programs::build(&self.package, &binary, &features)?;
-        output_json(&mut Command::new(executable), &binary)
+        output_json(Command::new(executable).args(flags), &binary)
     }
 }
 
