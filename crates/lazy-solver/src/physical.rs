@@ -127,6 +127,7 @@ fn refine(
             .saturating_sub(staging.unwrap_or_default()),
         nvme: if staging.is_some() { problem.budgets.nvme } else { Bytes::ZERO },
     };
+    let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
     let mut windows = problem.windows();
     let mut best: Option<Round> = None;
     for refinements in 0..=MOST_REFINEMENTS {
@@ -141,7 +142,11 @@ fn refine(
         let (schedule, verified) = match carry_out(problem, &schedule, options.prefetch) {
             Ok(found) => found,
             Err(VerifyError::OverBudget { tier, needed, budget, .. }) => {
-                let over = needed - budget;
+                let mut over = needed - budget;
+                if refinements >= 2 && tier == Tier::Hbm {
+                    // Small overflows that follow one another have a cause that the chain does not see: leave it room.
+                    over += largest;
+                }
                 if tier == Tier::Hbm && windows.slack == Bytes::ZERO {
                     // Most often a boundary that is half on its way: nothing that the turn would have to make room for.
                     windows.slack = over;
@@ -282,6 +287,21 @@ fn mandatory_overflow_ms(chain: &CostChain) -> f64 {
         .zip(&chain.param_h2d_bytes)
         .map(|(window, &bytes)| (chain.h2d_bytes_per_s.time(bytes).as_ms() - window).max(0.0));
     over.sum()
+}
+
+/// A plan that was found without keep, with internals kept from the last layer down as far as HBM reaches.
+pub(crate) fn keep_more(problem: &StepProblem, mut found: StepSolution) -> StepSolution {
+    for l in (0..found.schedule.layers).rev() {
+        let mut tried = found.schedule.clone();
+        tried.keep[l] = true;
+        if let Ok(verified) = problem.verify(&tried)
+            && verified.promise.step_s < found.verified.promise.step_s
+        {
+            found.schedule = promised(tried, &verified);
+            found.verified = verified;
+        }
+    }
+    found
 }
 
 /// The fastest way to carry `schedule` out that keeps the budgets, its transfers timed by position.

@@ -11,7 +11,7 @@ use lazy_model::{Bytes, Schedule, StepProblem, Tier, TierBytes, Verified, Verify
 
 use crate::error::SolverError;
 pub use crate::physical::carry_out;
-use crate::physical::{Clock, solve_physical};
+use crate::physical::{Clock, keep_more, solve_physical};
 use crate::solve::{Solution, SolveOptions, Status, solve};
 
 /// Read-ahead distances that are tried when none is asked for, in blocks.
@@ -139,6 +139,7 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
             ) => {
                 refused = refused.or(Some(e));
             }
+            Ok(found) if options.objective == Objective::Physical => return Ok(keep_more(problem, found)),
             other => return other,
         }
     }
