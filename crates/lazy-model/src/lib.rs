@@ -89,6 +89,7 @@ pub mod schedule;
 mod sizing;
 pub mod span;
 pub mod step;
+mod text;
 pub mod timeline;
 pub mod units;
 
@@ -113,4 +114,5 @@ pub use schedule::{Counts, Schedule};
 pub use sizing::Training;
 pub use span::{Lane, Span};
 pub use step::{StepPlan, Streamed, TierBytes, Workspaces};
+pub use text::read_text;
 pub use units::{BoundaryIndex, Bytes, BytesPerSecond, LayerIndex, Placement, Seconds, Tier};

@@ -69,7 +69,7 @@ impl BudgetArgs {
                 )
             });
         }
-        let text = std::fs::read_to_string(path).map_err(|e| format!("cannot read {name}: {e}"))?;
+        let text = lazy_model::read_text(path).map_err(|e| e.to_string())?;
         HardwareProfile::from_json(&text).map(Some).map_err(|e| format!("{name}: {e}"))
     }
 

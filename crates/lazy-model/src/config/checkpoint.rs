@@ -11,6 +11,7 @@ use super::{LayerShape, ModelSpec};
 use crate::error::Error;
 use crate::json::Object;
 use crate::layers::EXPERT;
+use crate::text::read_text;
 use crate::units::Bytes;
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -58,10 +59,10 @@ impl ModelSpec {
     /// Reads `model.safetensors.index.json`, or else the header of `model.safetensors`, in `folder`, where there is one.
     pub(super) fn read_checkpoint(&mut self, folder: &Path) -> Result<(), Error> {
         let index = folder.join(INDEX);
-        match std::fs::read_to_string(&index) {
+        match read_text(&index) {
             Ok(text) => return self.with_safetensors_index(&text),
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(source) => return Err(Error::Read { path: index, source }),
+            Err(Error::Read { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
         }
         let single = folder.join(SINGLE);
         match File::open(&single) {

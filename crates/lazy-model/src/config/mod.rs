@@ -25,6 +25,7 @@ pub use self::shape::{
 };
 use crate::error::Error;
 use crate::json::Object;
+use crate::text::read_text;
 use crate::units::LayerIndex;
 
 const DOCUMENT: &str = "model config";
@@ -75,8 +76,7 @@ impl ModelSpec {
     /// # Errors
     /// As [`ModelSpec::from_json`], and where a file cannot be read.
     pub fn from_file(path: &Path) -> Result<Self, Error> {
-        let text =
-            std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.into(), source })?;
+        let text = read_text(path)?;
         let mut spec = Self::from_json(&text)?;
         if let Some(folder) = path.parent() {
             spec.read_checkpoint(folder)?;

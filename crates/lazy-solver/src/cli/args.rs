@@ -1,14 +1,18 @@
 //! The flags.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args as ClapArgs, Parser, ValueEnum};
 use lazy_model::{Seconds, Training};
 use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::{Method, SolveOptions, TieBreak};
 
+use super::output;
 use super::reference::{ReferenceArgs, gib};
 use super::sweep::Sweep;
+
+/// Far above any optimizer's state of one parameter.
+const MOST_STATE_BYTES: u64 = 1 << 10;
 
 /// Plans where the activation at every layer boundary lives between forward and backward: in HBM, in host RAM, on NVMe, or nowhere
 /// (recomputed).
@@ -90,14 +94,22 @@ impl TrainingArgs {
         max_segment: Option<usize>,
     ) -> Result<Training, String> {
         let default = Training::default();
+        if self.micro_batches == Some(0) || self.loss_chunk_tokens == Some(0) {
+            return Err("--micro-batches and --loss-chunk-tokens: give a whole number of 1 or more".into());
+        }
+        if let Some(state) = self.state_bytes.filter(|state| *state > MOST_STATE_BYTES) {
+            return Err(format!(
+                "--state-bytes {state}: give the bytes of one parameter, at most {MOST_STATE_BYTES}"
+            ));
+        }
         Ok(Training {
-            micro_batches: self.micro_batches.unwrap_or(default.micro_batches).max(1),
+            micro_batches: self.micro_batches.unwrap_or(default.micro_batches),
             weight_bytes: element_bytes as u64,
             gradient_bytes: element_bytes as u64,
-            state_bytes: self.state_bytes.unwrap_or(default.state_bytes).min(1 << 10),
+            state_bytes: self.state_bytes.unwrap_or(default.state_bytes),
             stream_weights: self.stream_weights,
             stream_gradients: self.stream_gradients,
-            loss_chunk_tokens: self.loss_chunk_tokens.unwrap_or(default.loss_chunk_tokens).max(1),
+            loss_chunk_tokens: self.loss_chunk_tokens.unwrap_or(default.loss_chunk_tokens),
             max_segment: max_segment.unwrap_or(default.max_segment),
             reserved: gib("hbm-reserved-gib", self.hbm_reserved_gib)?.unwrap_or_default(),
             host_reserved: gib("host-reserved-gib", self.host_reserved_gib)?.unwrap_or_default(),
@@ -159,6 +171,19 @@ pub(crate) struct OutputArgs {
     pub(crate) chain_out: Option<PathBuf>,
 }
 
+impl OutputArgs {
+    /// Each file that is to be written, with its flag.
+    pub(crate) fn files(&self) -> Vec<(&'static str, &Path)> {
+        let all = [
+            ("--out", &self.out),
+            ("--report", &self.report),
+            ("--trace", &self.trace),
+            ("--chain-out", &self.chain_out),
+        ];
+        all.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))).collect()
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ObjectiveFlag {
     Reference,
@@ -202,6 +227,20 @@ pub(crate) enum OnOff {
 }
 
 impl Args {
+    /// Refuses flags that would be passed over, and places to write to that cannot be: before the work, not after it.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        self.reference.check()?;
+        let problem =
+            [("--chain", &self.chain), ("--model", &self.model), ("--profile", &self.budgets.profile)];
+        let given = [
+            ("--evaluate", &self.search.evaluate),
+            ("--reference-schedule", &self.reference.reference_schedule),
+        ];
+        let problem = problem.iter().filter_map(|(flag, path)| Some((*flag, path.as_deref()?)));
+        let given = given.iter().filter_map(|(flag, text)| Some((*flag, Path::new(text.as_deref()?))));
+        output::check(&self.output.files(), &problem.chain(given).collect::<Vec<_>>())
+    }
+
     /// What is minimised: said, or by where the problem comes from.
     pub(crate) fn objective(&self) -> ObjectiveFlag {
         let reference = self.chain.is_some() || !self.reference.is_empty();

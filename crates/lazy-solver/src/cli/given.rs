@@ -1,10 +1,8 @@
 //! Plans that are given: to be judged, or to take locks from.
 
-use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
 
-use lazy_model::{BoundaryIndex, CostChain, Locks, Placement, Schedule};
+use lazy_model::{BoundaryIndex, CostChain, Locks, Placement, Schedule, read_text};
 use serde_json::{Map, Value};
 
 /// A plan somebody else made.
@@ -46,7 +44,7 @@ fn open(given: &str, flag: &str) -> Result<Document, String> {
             "--{flag} {given}: there is no such file, and it is no placement: write one letter a boundary over G, C, N, -"
         ));
     }
-    let text = fs::read_to_string(path).map_err(|e| format!("cannot read {given}: {e}"))?;
+    let text = read_text(path).map_err(|e| e.to_string())?;
     if !text.trim_start().starts_with('{') {
         return Ok(Document::Letters(text.trim().to_owned()));
     }
@@ -70,6 +68,15 @@ fn placement_of(text: &str, given: &str) -> Result<Vec<Placement>, String> {
         )),
         None => Ok(letters(text).unwrap_or_default()),
     }
+}
+
+/// The saved boundaries of a path that is given as its blocks, in any order; nothing where they are no path.
+fn path(mut pairs: Vec<[usize; 2]>) -> Option<Vec<usize>> {
+    pairs.sort_unstable();
+    let joined = pairs.windows(2).all(|two| two[0][1] == two[1][0]);
+    let forward = pairs.iter().all(|[from, to]| from < to);
+    let first = pairs.first()?[0];
+    (joined && forward).then(|| [first].into_iter().chain(pairs.iter().map(|pair| pair[1])).collect())
 }
 
 impl GivenPlan {
@@ -131,6 +138,9 @@ impl Reference {
     fn of_lists(object: &Map<String, Value>, given: &str) -> Result<Reference, String> {
         let wrong = |key: &str, wanted: &str| format!("{given}: `{key}` must be {wanted}");
         let index = |value: &Value| value.as_u64().and_then(|i| usize::try_from(i).ok());
+        if object.contains_key("hbm") && object.contains_key("gpu") {
+            return Err(format!("{given}: `hbm` and `gpu` are two names of one list: leave one out"));
+        }
         let saved = object.get("edges").map(|value| {
             let ends = |pair: &Value| match pair.as_array().map(Vec::as_slice) {
                 Some([from, to]) => Some([index(from)?, index(to)?]),
@@ -138,7 +148,12 @@ impl Reference {
             };
             let pairs: Option<Vec<[usize; 2]>> = value.as_array().and_then(|a| a.iter().map(ends).collect());
             let pairs = pairs.ok_or_else(|| wrong("edges", "a list of pairs of boundaries"))?;
-            Ok::<_, String>(pairs.into_iter().flatten().collect::<BTreeSet<usize>>().into_iter().collect())
+            path(pairs).ok_or_else(|| {
+                wrong(
+                    "edges",
+                    "the blocks of one path, each pair beginning where another ends, like [[0, 4], [4, 6]]",
+                )
+            })
         });
         let hbm = object.get("hbm").or(object.get("gpu")).map(|value| {
             let list: Option<Vec<usize>> = value.as_array().and_then(|a| a.iter().map(index).collect());

@@ -18,6 +18,7 @@ use lazy_model::perfetto::TraceWriter;
 use lazy_solver::Status;
 
 pub(crate) use args::Args;
+use args::TrainingArgs;
 use given::GivenPlan;
 use next::Change;
 use plan::{Clock, Planned};
@@ -27,6 +28,7 @@ use problem::{Input, ModelFacts, Problem};
 ///
 /// With `--json` every verdict of the solver but a failure is a result (exit status 0); without it, only a plan is.
 pub(crate) fn run(args: &Args) -> Result<ExitCode, String> {
+    args.check()?;
     if let Some(sweep) = &args.search.sweep {
         return run_sweep(args, sweep);
     }
@@ -94,6 +96,16 @@ fn write_files(args: &Args, planned: &Planned, changes: &[Change]) -> Result<(),
 fn sizes(args: &Args, facts: &ModelFacts) -> Result<ExitCode, String> {
     if args.search.evaluate.is_some() {
         return Err("--evaluate needs a machine or budgets: give --machine, or --hbm-activation-gib and --layer-recompute-ms".into());
+    }
+    if let Some((flag, _)) = args.output.files().first() {
+        return Err(format!(
+            "{flag}: a model alone is sized, and there is no plan to write; give --machine too"
+        ));
+    }
+    if args.training != TrainingArgs::default() {
+        return Err(
+            "--micro-batches and the other flags under Training need a machine: give --machine too".into()
+        );
     }
     let text =
         if args.output.json { show::json::sizes(facts).to_string() + "\n" } else { show::text::sizes(facts) };

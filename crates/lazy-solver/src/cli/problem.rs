@@ -1,12 +1,11 @@
 //! From files and flags to a problem.
 
-use std::fs;
 use std::path::Path;
 
 use lazy_model::reference::{HbmRoom, Mandatory, OptimizerTime};
 use lazy_model::step::TierBytes;
 use lazy_model::{
-    Bytes, CostChain, HardwareProfile, ModelSpec, ReferenceSettings, StepProblem, Tier, Workload,
+    Bytes, CostChain, HardwareProfile, ModelSpec, ReferenceSettings, StepProblem, Tier, Workload, read_text,
 };
 
 use super::args::{Args, ObjectiveFlag, TieBreakFlag, TrainingArgs};
@@ -62,7 +61,7 @@ fn of_chain(args: &Args, path: &Path) -> Result<Problem, String> {
     if args.search.objective == Some(ObjectiveFlag::Physical) {
         return Err("--objective physical predicts whole steps, which a chain does not describe: give --model and --machine".into());
     }
-    let text = fs::read_to_string(path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
+    let text = read_text(path).map_err(|e| e.to_string())?;
     let mut chain = CostChain::from_json(&text).map_err(|e| format!("{}: {e}", path.display()))?;
     hbm_cap(args, &mut chain)?;
     args.reference.change(&mut chain)?;

@@ -123,13 +123,27 @@ enum PathFlag {
 fn checked(flag: &str, value: Option<f64>, most: f64, what: &str) -> Result<Option<f64>, String> {
     match value {
         Some(v) if !(0.0..=most).contains(&v) => {
-            Err(format!("--{flag} {v}: give {what} between 0 and {most:e}"))
+            Err(format!("--{flag} {v:?}: give {what} between 0 and {most:e}"))
         }
         other => Ok(other),
     }
 }
 
 impl ReferenceArgs {
+    /// Refuses flags that another one leaves without effect.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.staging_buffers.is_some() && self.nvme_path != Some(PathFlag::HostStaging) {
+            return Err("--staging-buffers: only --nvme-path host-staging has them".into());
+        }
+        if self.staging_buffers == Some(0) {
+            return Err("--staging-buffers 0: staging needs at least 1; --nvme-path direct needs none".into());
+        }
+        if self.mandatory == Some(OnOff::Off) && self.mandatory_count.is_some() {
+            return Err("--mandatory-count: with --mandatory off nothing is counted; leave one out".into());
+        }
+        Ok(())
+    }
+
     /// Whether no flag was given.
     pub(crate) fn is_empty(&self) -> bool {
         *self == Self::default()

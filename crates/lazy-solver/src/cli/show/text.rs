@@ -44,12 +44,14 @@ fn write_plan(out: &mut String, planned: &Planned, changes: &[Change], colours: 
 
 fn head(out: &mut String, planned: &Planned) -> Result {
     let (problem, solution) = (&planned.problem, &planned.solution);
-    write!(out, "{}: ", problem.name)?;
+    // Names come from files: their line breaks and terminal codes stay theirs.
+    let plain = |name: &str| name.replace(char::is_control, "\u{fffd}");
+    write!(out, "{}: ", plain(&problem.name))?;
     if let Some(model) = &problem.model {
         model_line(out, model)?;
     }
     if let Some(profile) = &problem.profile {
-        writeln!(out, "on {}", profile.name)?;
+        writeln!(out, "on {}", plain(&profile.name))?;
     }
     for note in &problem.notes {
         writeln!(out, "note: {note}")?;
