@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 /// A step that does not fit into HBM whole, but with boundaries elsewhere.
-const STEP: &str = "--model qwen3-8b --machine h100 --hbm-gib 40 --host-gib 64 --batch 8 --seq 4096";
+const STEP: &str = "--model qwen3-8b --machine h100 --hbm-gib 40.5 --host-gib 64 --batch 8 --seq 4096";
 
 fn run(words: &str, more: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_lazy-plan")).args(words.split_whitespace()).args(more).output().unwrap()
