@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use crate::json::{kind, parse};
 use crate::units::{BoundaryIndex, Bytes, BytesPerSecond, LayerIndex, Placement};
 
 /// More layers than this are refused: the placement problem has a row per layer with an entry per layer.
@@ -169,9 +170,10 @@ impl CostChain {
     /// # Errors
     /// [`ChainError`], naming the key at fault.
     pub fn from_json(text: &str) -> Result<CostChain, ChainError> {
-        let map: Map<String, Value> =
-            serde_json::from_str(text).map_err(|e| ChainError::Syntax(e.to_string()))?;
-        CostChain::try_from(map)
+        match parse(text).map_err(|e| ChainError::Syntax(e.to_string()))? {
+            Value::Object(map) => CostChain::try_from(map),
+            other => Err(ChainError::Syntax(format!("it is {}", kind(&other)))),
+        }
     }
 
     /// The chain as JSON text; [`CostChain::from_json`] reads it back unchanged.

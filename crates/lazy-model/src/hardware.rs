@@ -37,7 +37,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::Error;
-use crate::json::Object;
+use crate::json::{Object, parse};
 use crate::timeline::{Contention, LinkRates, StepCosts};
 use crate::units::{Bytes, BytesPerSecond, Seconds, Tier};
 
@@ -288,8 +288,7 @@ impl HardwareProfile {
     /// Where the text is not JSON, has another version, a key nobody knows, or a value that is absent, of the wrong
     /// kind, negative, or without its origin; the message names the key path.
     pub fn from_json(text: &str) -> Result<Self, Error> {
-        let value: Value =
-            serde_json::from_str(text).map_err(|source| Error::Json { document: DOCUMENT, source })?;
+        let value = parse(text).map_err(|source| Error::Json { document: DOCUMENT, source })?;
         let root = Object::root(DOCUMENT, &value)?;
         match need(&root, "version", root.get("version"))?.as_u64() {
             Some(1 | PROFILE_VERSION) => {}

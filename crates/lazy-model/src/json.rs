@@ -1,5 +1,8 @@
 //! Strict access to parsed JSON: every failure names the key path.
 
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
 use crate::error::Error;
@@ -140,5 +143,93 @@ pub(crate) fn kind(value: &Value) -> String {
         Value::String(s) => format!("the string {:?}", s.chars().take(40).collect::<String>()),
         Value::Array(_) => "a list".into(),
         Value::Object(_) => "an object".into(),
+    }
+}
+
+/// Parses JSON, refusing an object that holds one key twice with different values: `serde_json` would keep the last without a word.
+pub(crate) fn parse(text: &str) -> serde_json::Result<Value> {
+    serde_json::from_str(text).map(|Unambiguous(value)| value)
+}
+
+/// A value in which every key has one meaning.
+struct Unambiguous(Value);
+
+impl<'de> Deserialize<'de> for Unambiguous {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(AnyValue).map(Unambiguous)
+    }
+}
+
+struct AnyValue;
+
+impl<'de> Visitor<'de> for AnyValue {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, v: bool) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_i64<E>(self, v: i64) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_u64<E>(self, v: u64) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_f64<E>(self, v: f64) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_str<E>(self, v: &str) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_string<E>(self, v: String) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
+        let mut list = Vec::new();
+        while let Some(Unambiguous(value)) = seq.next_element()? {
+            list.push(value);
+        }
+        Ok(list.into())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Value, A::Error> {
+        let mut map = Map::new();
+        while let Some((key, Unambiguous(value))) = access.next_entry::<String, _>()? {
+            if map.get(&key).is_some_and(|earlier| *earlier != value) {
+                return Err(A::Error::custom(format!(
+                    "the key `{key}` is there twice, with different values"
+                )));
+            }
+            map.insert(key, value);
+        }
+        Ok(map.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_has_one_value() {
+        let text = r#"{"a": [1, -2, 0.1, 1e300, true, null, "x\n", {"b": 18446744073709551615}], "c": {"a": 1}, "c": {"a": 1}}"#;
+        assert_eq!(parse(text).unwrap(), serde_json::from_str::<Value>(text).unwrap());
+        for twice in [r#"{"a": 1, "a": 2}"#, r#"{"a": [{"b": {}, "a": 1, "b": []}]}"#] {
+            assert!(parse(twice).unwrap_err().to_string().contains("twice"), "{twice}");
+        }
+        assert!(parse(&"[".repeat(100_000)).unwrap_err().to_string().contains("recursion"));
     }
 }

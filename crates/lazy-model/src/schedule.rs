@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::json::parse;
 use crate::step::{TierBytes, Transfer};
 use crate::units::{Bytes, Placement, Seconds};
 
@@ -223,7 +224,7 @@ impl Schedule {
     /// # Errors
     /// When the text is not a schedule of this version.
     pub fn from_json(text: &str) -> Result<Schedule, ScheduleError> {
-        let value: serde_json::Value = serde_json::from_str(text)?;
+        let value = parse(text)?;
         if let Some(found) = value.get("version").and_then(serde_json::Value::as_u64)
             && !(1..=u64::from(SCHEDULE_VERSION)).contains(&found)
         {

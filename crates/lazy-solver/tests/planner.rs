@@ -95,6 +95,17 @@ fn a_step_is_predicted_with_its_throughput_and_beaten_rivals() {
 }
 
 #[test]
+fn experts_that_no_token_meets_are_no_use_of_the_machine() {
+    let words = "--model qwen3-30b-a3b --machine h200 --batch 2 --seq 1024";
+    let plan = json(words, &[]);
+    assert_eq!(plan["mfu"], Value::Null);
+    let exact = plan["mfu_exact"].as_f64().unwrap();
+    assert!(exact > 0.0 && exact < 1.0, "{exact}");
+    let shown = text(&run(words, &[]).stdout);
+    assert!(shown.contains("6N counts every expert"), "{shown}");
+}
+
+#[test]
 fn a_plan_that_beats_nothing_says_so() {
     let plan = json("--model qwen3-4b --machine h200 --batch 1 --seq 512", &[]);
     assert_eq!(plan["status"], "optimal");

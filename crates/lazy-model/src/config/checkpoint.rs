@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::{LayerShape, ModelSpec};
 use crate::error::Error;
-use crate::json::Object;
+use crate::json::{Object, parse};
 use crate::layers::EXPERT;
 use crate::text::read_text;
 use crate::units::Bytes;
@@ -82,8 +82,7 @@ impl ModelSpec {
     /// Where it is not such an index; the message names the key path.
     pub fn with_safetensors_index(&mut self, text: &str) -> Result<(), Error> {
         const DOCUMENT: &str = "safetensors index";
-        let value: Value =
-            serde_json::from_str(text).map_err(|source| Error::Json { document: DOCUMENT, source })?;
+        let value = parse(text).map_err(|source| Error::Json { document: DOCUMENT, source })?;
         let root = Object::root(DOCUMENT, &value)?;
         let map = root.object("weight_map")?.ok_or_else(|| root.absent("weight_map"))?;
         let metadata = root.object("metadata")?.ok_or_else(|| root.absent("metadata"))?;
@@ -101,8 +100,7 @@ impl ModelSpec {
     /// Where it is not such a header; the message names the key path.
     pub fn with_safetensors_header(&mut self, text: &str) -> Result<(), Error> {
         const DOCUMENT: &str = "safetensors header";
-        let value: Value =
-            serde_json::from_str(text).map_err(|source| Error::Json { document: DOCUMENT, source })?;
+        let value = parse(text).map_err(|source| Error::Json { document: DOCUMENT, source })?;
         let root = Object::root(DOCUMENT, &value)?;
         let (mut found, mut total) = (HashMap::new(), Bytes::ZERO);
         for name in root.keys().filter(|&name| name != "__metadata__") {

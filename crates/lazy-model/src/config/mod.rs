@@ -24,7 +24,7 @@ pub use self::shape::{
     Norms,
 };
 use crate::error::Error;
-use crate::json::Object;
+use crate::json::{Object, parse};
 use crate::text::read_text;
 use crate::units::LayerIndex;
 
@@ -90,8 +90,7 @@ impl ModelSpec {
     /// Where the text is not JSON, the model type is not supported, or a key is absent, of the wrong kind, or
     /// contradicts another; the message names the key path.
     pub fn from_json(text: &str) -> Result<Self, Error> {
-        let value: Value =
-            serde_json::from_str(text).map_err(|source| Error::Json { document: DOCUMENT, source })?;
+        let value = parse(text).map_err(|source| Error::Json { document: DOCUMENT, source })?;
         let root = Object::root(DOCUMENT, &value)?;
         let mut notes = Vec::new();
         let (levels, config) = descend(root)?;
@@ -175,13 +174,18 @@ fn descend(root: Object<'_>) -> Result<(Vec<Object<'_>>, Object<'_>), Error> {
     loop {
         let mut inner = None;
         for key in NESTED {
-            if let Some(object) = here.object(key)? {
-                inner = Some(object);
-                break;
+            let Some(object) = here.object(key)? else { continue };
+            match inner {
+                Some((_, other)) if here.get(key) != here.get(other) => {
+                    let problem = format!("describes another language model than `{other}`: leave one out");
+                    return Err(here.error(key, problem));
+                }
+                Some(_) => {}
+                None => inner = Some((object, key)),
             }
         }
         match inner {
-            Some(object) => above.push(std::mem::replace(&mut here, object)),
+            Some((object, _)) => above.push(std::mem::replace(&mut here, object)),
             None => return Ok((above, here)),
         }
     }
@@ -238,7 +242,15 @@ fn note_uncounted(above: &[Object<'_>], config: &Object<'_>, notes: &mut Vec<Str
     }
     for level in above.iter().chain([config]) {
         for key in level.keys().filter(|key| key.ends_with("_config") && !NESTED.contains(key)) {
-            if level.get(key).is_some_and(Value::is_object) && key != "quantization_config" {
+            if !level.get(key).is_some_and(Value::is_object) {
+                continue;
+            }
+            if key == "quantization_config" {
+                notes.push(format!(
+                    "`{}` says that the checkpoint is quantised: parameters and bytes are those of the model before that",
+                    level.path_of(key)
+                ));
+            } else {
                 notes.push(format!("`{}` describes a part that is not counted", level.path_of(key)));
             }
         }

@@ -63,6 +63,19 @@ fn m1_nested_value_wins_over_the_top_and_leaves_a_note() {
 }
 
 #[test]
+fn m1_two_language_models_or_two_values_of_one_key_are_refused() {
+    let flat = json_of("qwen3-4b");
+    let other = with(flat.clone(), "num_hidden_layers", Some(2.into()));
+    let both = |second: &Value| json!({"model_type": "wrapper", "text_config": flat, "llm_config": second});
+    assert_eq!(spec(&both(&flat)).layer_shapes, spec(&flat).layer_shapes);
+    let refused = message(&both(&other));
+    assert!(refused.contains("`llm_config`") && refused.contains("`text_config`"), "{refused}");
+    let text = data("qwen3-4b").replacen('{', "{\"num_hidden_layers\": 2,", 1);
+    let refused = ModelSpec::from_json(&text).unwrap_err().to_string();
+    assert!(refused.contains("`num_hidden_layers` is there twice"), "{refused}");
+}
+
+#[test]
 fn m1_absent_dimension_names_its_path_even_when_the_top_has_one() {
     let text = with(json_of("qwen3-4b"), "hidden_size", None);
     let found = message(&json!({"model_type": "wrapper", "hidden_size": 1024, "text_config": text}));

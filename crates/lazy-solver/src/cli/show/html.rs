@@ -63,7 +63,12 @@ fn headlines(planned: &Planned, changes: &[Change]) -> Vec<Headline> {
         tile("Predicted step", promise.step_s.to_string(), format!("{waits} of it waiting for links"));
     }
     if let Some(through) = throughput(planned) {
-        let note = format!("{:.2} TFLOP/s by 6N", through.tflops[0]);
+        let [by_6n, exact] = through.tflops;
+        let note = if through.experts {
+            format!("{exact:.2} TFLOP/s by exact counting")
+        } else {
+            format!("{by_6n:.2} TFLOP/s by 6N")
+        };
         tile("Tokens a second", format!("{:.0}", through.tokens_per_s), note);
     }
     if let Some(evaluation) = &planned.solution.evaluation {

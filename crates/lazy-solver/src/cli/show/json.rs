@@ -75,7 +75,7 @@ fn result(planned: &Planned) -> Value {
         value["tokens_per_s"] = json!(throughput.tokens_per_s);
         value["tflops_6n"] = json!(throughput.tflops[0]);
         value["tflops_exact"] = json!(throughput.tflops[1]);
-        value["mfu"] = json!(throughput.mfu.map(|m| m[0]));
+        value["mfu"] = json!(throughput.mfu.filter(|_| !throughput.experts).map(|m| m[0]));
         value["mfu_exact"] = json!(throughput.mfu.map(|m| m[1]));
     }
     value

@@ -63,8 +63,11 @@ struct Throughput {
     tokens_per_s: f64,
     /// 10^12 operations a second, by the 6N convention and by exact counting.
     tflops: [f64; 2],
-    /// Shares of the machine's best, in the same order, where that is known.
+    /// Shares of the machine's best, in the same order, where that is known. The first says nothing of a model with experts, whose
+    /// parameters a token mostly does not meet.
     mfu: Option<[f64; 2]>,
+    /// Whether any layer routes tokens to experts.
+    experts: bool,
 }
 
 fn throughput(planned: &Planned) -> Option<Throughput> {
@@ -78,6 +81,7 @@ fn throughput(planned: &Planned) -> Option<Throughput> {
     tokens_per_s.is_finite().then(|| Throughput {
         tokens_per_s,
         tflops: [spec.tflops_6n(work, each), spec.tflops_exact(work, each)],
+        experts: (0..spec.layers()).any(|l| matches!(spec.layer(LayerIndex(l)).mlp, Mlp::Moe(_))),
         mfu: best.map(|best| [spec.mfu_6n(work, each, best), spec.mfu_exact(work, each, best)]),
     })
 }

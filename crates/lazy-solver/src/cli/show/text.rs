@@ -159,6 +159,9 @@ fn times(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result
             "tokens a second", through.tokens_per_s
         )?;
         match through.mfu {
+            Some([_, exact]) if through.experts => {
+                writeln!(out, "; MFU {:.1} % by exact counting: 6N counts every expert", 100.0 * exact)?;
+            }
             Some([by_6n, exact]) => writeln!(out, "; MFU {:.1} %, {:.1} %", 100.0 * by_6n, 100.0 * exact)?,
             None => writeln!(out)?,
         }
