@@ -156,16 +156,19 @@ fn least_segment(chain: &CostChain, deadline: Option<Instant>) -> Option<usize> 
 }
 
 /// Finds, for a step without a plan, each single change that would give it one: the smallest sufficient cap of each tier, to within a
-/// thousandth of the largest boundary. Empty when no single change helps (or the time limit came first).
+/// thousandth of the largest boundary. Each tier gets an equal share of the time limit; where that ends the search, the least cap that
+/// was found to suffice is named. Empty when no single change helps (or the limit came before any was found).
 pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy> {
     let started = Instant::now();
-    let solvable = |problem: &StepProblem| -> Option<bool> {
+    let limit = options.solve.time_limit;
+    let solvable = |problem: &StepProblem, share: f64| -> Option<bool> {
         let mut options = *options;
-        if let Some(limit) = &mut options.solve.time_limit {
-            *limit = Seconds(limit.get() - started.elapsed().as_secs_f64());
-            if limit.get() <= 0.0 {
+        if let Some(limit) = limit {
+            let left = limit.get() * share - started.elapsed().as_secs_f64();
+            if left <= 0.0 {
                 return None;
             }
+            options.solve.time_limit = Some(Seconds(left));
         }
         match solve_step(problem, &options) {
             Ok(_) => Some(true),
@@ -176,14 +179,19 @@ pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy>
     let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
     let everything = problem.boundary_bytes.iter().chain(&problem.saved_bytes).copied().sum::<Bytes>() * 2;
     let mut remedies = Vec::new();
-    for tier in Tier::ALL {
+    for (i, tier) in Tier::ALL.into_iter().enumerate() {
         let budget = problem.budgets.get(tier);
         let least = budget.max(problem.fixed.get(tier));
         let with = |cap: Bytes| {
             let mut raised = problem.clone();
             *raised.budgets.get_mut(tier) = cap;
-            solvable(&raised)
+            solvable(&raised, (i + 1) as f64 / Tier::ALL.len() as f64)
         };
+        // That the cap as it is does not suffice is why this was asked.
+        if least > budget && with(least) == Some(true) {
+            remedies.push(Remedy::Budget { tier, budget, smallest: least });
+            continue;
+        }
         let step = Bytes((largest.get() / 1000).max(1));
         if let Some(smallest) = smallest(least, least + everything, step, with) {
             remedies.push(Remedy::Budget { tier, budget, smallest });
@@ -192,19 +200,35 @@ pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy>
     remedies
 }
 
-/// The smallest size, to within `step`, from which on `enough` holds, given that it does not hold below `low`. `None` where it does not
-/// even hold at `high`, or nobody could tell.
+/// The smallest size, to within `step`, from which on `enough` holds, given that it does not hold at `low`. `None` where it does not
+/// even hold at `high`, or nobody could tell; where nobody can tell later on, the least known to be enough.
 fn smallest(low: Bytes, high: Bytes, step: Bytes, enough: impl Fn(Bytes) -> Option<bool>) -> Option<Bytes> {
-    if enough(low)? {
-        return Some(low);
-    }
     if !enough(high)? {
         return None;
     }
     let (mut short, mut sufficient) = (low, high);
     while sufficient - short > step {
         let middle = short + Bytes((sufficient - short).get() / 2);
-        if enough(middle)? { sufficient = middle } else { short = middle }
+        match enough(middle) {
+            Some(true) => sufficient = middle,
+            Some(false) => short = middle,
+            None => break,
+        }
     }
     Some(sufficient)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_smallest_size_is_found_or_the_least_that_was_seen_to_do() {
+        let from = |least: u64| move |size: Bytes| Some(size.get() >= least);
+        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), from(137)), Some(Bytes(137)));
+        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), from(2000)), None);
+        let patient = |size: Bytes| (size.get() > 400).then_some(true);
+        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), patient), Some(Bytes(505)));
+        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), |_| None), None);
+    }
 }
