@@ -140,14 +140,16 @@ fn times(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result
         writeln!(out, "{:<22} {total:>12.3} s   with {share} % of the moments in 8 bits", "optimizer")?;
     }
     if let Some(promise) = planned.promise() {
+        // The machine's profile has no rate of it.
+        let counted = promise.optimizer_s > Seconds::ZERO;
+        let optimizer = if counted { promise.optimizer_s.to_string() } else { "not counted".into() };
         writeln!(
             out,
-            "{:<22} {:>12.4} s   forward {}, backward {}, optimizer {}, waits {}",
+            "{:<22} {:>12.4} s   forward {}, backward {}, optimizer {optimizer}, waits {}",
             "predicted step",
             promise.step_s.get(),
             promise.forward_s,
             promise.backward_s,
-            promise.optimizer_s,
             promise.exposed_s.total()
         )?;
     }
