@@ -96,6 +96,17 @@ fn keep_greedily(
 
 /// The baselines of a step. `chain` is its placement problem: `greedy` looks at it alone.
 pub fn step_baselines(problem: &StepProblem, chain: &CostChain) -> Vec<StepBaseline> {
+    step_candidates(problem, chain)
+        .into_iter()
+        .map(|(name, schedule)| match best_execution(problem, &schedule, None) {
+            Ok((schedule, verified)) => StepBaseline { name, schedule, outcome: Ok(verified) },
+            Err(error) => StepBaseline { name, schedule, outcome: Err(error) },
+        })
+        .collect()
+}
+
+/// The same before anything is laid out.
+pub(crate) fn step_candidates(problem: &StepProblem, chain: &CostChain) -> Vec<(String, Schedule)> {
     candidates(chain)
         .into_iter()
         .map(|(name, placement, keep)| {
@@ -104,10 +115,7 @@ pub fn step_baselines(problem: &StepProblem, chain: &CostChain) -> Vec<StepBasel
             if name == GREEDY {
                 keep_what_fits(problem, &mut schedule);
             }
-            match best_execution(problem, &schedule, None) {
-                Ok((schedule, verified)) => StepBaseline { name, schedule, outcome: Ok(verified) },
-                Err(error) => StepBaseline { name, schedule, outcome: Err(error) },
-            }
+            (name, schedule)
         })
         .collect()
 }

@@ -44,6 +44,7 @@ mod link;
 mod mip;
 mod physical;
 mod place;
+mod polish;
 mod problem;
 pub mod ranks;
 mod search;

@@ -8,19 +8,25 @@ use std::time::Instant;
 
 use lazy_model::schedule::Prediction;
 use lazy_model::step::{StepPlan, TransferPlanner};
-use lazy_model::timeline::step_time;
+use lazy_model::timeline::{LinkRates, step_time};
 use lazy_model::{
-    Bytes, CostChain, Keep, Placement, Schedule, Seconds, StepProblem, Tier, TierBytes, Verified,
-    VerifyError, Windows,
+    Bytes, BytesPerSecond, CostChain, Keep, Placement, Schedule, Seconds, StepProblem, Streamed, Tier,
+    TierBytes, Verified, VerifyError, Windows,
 };
 
-use crate::solve::{Solution, SolveOptions, solve};
+use crate::error::SolverError;
+use crate::polish::unused;
+use crate::solve::{Solution, SolveOptions, Status, TieBreak, solve};
 use crate::step::{StepFailure, StepOptions, StepSolution, best_execution};
 
 /// How far prediction and simulation may lie apart.
-const NEAR: f64 = 0.03;
+pub(crate) const NEAR: f64 = 0.03;
 /// Times the problem is corrected and solved again.
-const MOST_REFINEMENTS: usize = 5;
+pub(crate) const MOST_REFINEMENTS: usize = 5;
+/// A link that is no limit.
+const AT_ONCE: BytesPerSecond = BytesPerSecond(1e18);
+/// Times HBM is taken for larger by a boundary where the chain finds no plan.
+const MOST_RAISES: usize = 2;
 /// Staging buffers towards and from NVMe, where host RAM allows.
 const STAGING: u64 = 2;
 /// Times the positions of transfers are taken anew from where the last ones made arithmetic wait.
@@ -43,9 +49,10 @@ pub(crate) fn solve_physical(
 ) -> Result<Option<StepSolution>, StepFailure> {
     let mut best: Option<Round> = None;
     for nvme in nvme_rooms(problem) {
-        // Without a boundary on NVMe, what was set aside for staging is host RAM like any other, and of use where more would be.
-        if best.as_ref().is_some_and(|b| b.solution.schedule.counts().nvme > 0 || !host_is_full(b, nvme)) {
-            break;
+        // What is set aside for staging is of use to boundaries where host RAM is full: a buffer of it where NVMe is used, all where not.
+        let used = |b: &Round| b.solution.schedule.counts().nvme > 0;
+        if best.as_ref().is_some_and(|b| !host_is_full(b) || used(b) != nvme.is_some()) {
+            continue;
         }
         if let Some(found) = refine(problem, options, nvme, clock)?
             && best.as_ref().is_none_or(|b| better(&found, b))
@@ -74,32 +81,26 @@ impl Clock {
     }
 
     /// Whether another solve would get next to nothing.
-    fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.limit.is_some_and(|limit| self.started.elapsed().as_secs_f64() > 0.9 * limit.get())
     }
 }
 
-/// Whether host RAM holds so much that `more` would have been of use.
-fn host_is_full(round: &Round, more: Option<Bytes>) -> bool {
+/// Whether host RAM holds so much that one more boundary does not fit.
+fn host_is_full(round: &Round) -> bool {
     let StepSolution { solution, chain, .. } = &round.solution;
     let used = solution.evaluation.as_ref().map_or(Bytes::ZERO, |e| e.bytes.host);
     let smallest = chain.boundary_bytes.iter().copied().min().unwrap_or_default();
-    more.is_none() && used + smallest > chain.cpu_budget_bytes
+    used + smallest > chain.cpu_budget_bytes
 }
 
 /// NVMe with the staging it needs in host RAM, and none of either.
 fn nvme_rooms(problem: &StepProblem) -> Vec<Option<Bytes>> {
-    let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
+    let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default().align_up(4096);
     let host = problem.budgets.host.saturating_sub(problem.fixed.host);
-    let buffers = [STAGING, 1].into_iter().find(|&n| largest.align_up(4096) * n <= host);
-    let mut rooms = Vec::new();
-    if problem.budgets.nvme > Bytes::ZERO
-        && let Some(n) = buffers
-    {
-        rooms.push(Some(largest.align_up(4096) * n));
-    }
-    rooms.push(None);
-    rooms
+    let staged = (1..=STAGING).rev().map(|n| largest * n).filter(|&bytes| bytes <= host).map(Some);
+    let staged = staged.filter(|_| problem.budgets.nvme > Bytes::ZERO);
+    staged.chain([None]).collect()
 }
 
 fn better(a: &Round, b: &Round) -> bool {
@@ -130,6 +131,7 @@ fn refine(
     let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
     let mut windows = problem.windows();
     let mut best: Option<Round> = None;
+    let mut raised = 0;
     for refinements in 0..=MOST_REFINEMENTS {
         if refinements > 0 && clock.is_over() {
             break;
@@ -137,6 +139,13 @@ fn refine(
         let chain = problem.keep_chain(&room, &windows);
         let solution = solve(&chain, &clock.share(&options.solve))?;
         let Some(schedule) = to_schedule(problem, &solution, &chain) else {
+            // The chain counts boundaries on their way with caution: the layout has the last word on what fits.
+            let cautious = chain.cpu_budget_bytes + chain.nvme_budget_bytes >= largest;
+            if best.is_none() && solution.status == Status::Infeasible && raised < MOST_RAISES && cautious {
+                raised += 1;
+                room.hbm += largest;
+                continue;
+            }
             return Ok(best);
         };
         let (schedule, verified) = match carry_out(problem, &schedule, options.prefetch) {
@@ -169,14 +178,24 @@ fn refine(
             best = Some(found);
         }
         if gap.abs() <= NEAR {
-            break;
+            // Boundaries on NVMe are counted twice on their way: where the layout has room that the chain did not see, it gets that once.
+            let Some(b) = best.as_ref().filter(|b| b.solution.schedule.counts().nvme > 0 && raised == 0)
+            else {
+                break;
+            };
+            let more = unused(problem, &b.solution.verified);
+            if more < largest {
+                break;
+            }
+            raised = MOST_RAISES;
+            room.hbm += more;
         }
     }
     Ok(best)
 }
 
 /// Where the operations showed the chain wrong about time, its windows become longer or its links slower.
-fn correct(
+pub(crate) fn correct(
     windows: &mut Windows,
     problem: &StepProblem,
     schedule: &Schedule,
@@ -216,7 +235,7 @@ fn correct(
 }
 
 /// Windows as this plan has them: kept layers save in their forward and run nothing again; blocks recompute before their last layer.
-fn actual_windows(problem: &StepProblem, schedule: &Schedule) -> Windows {
+pub(crate) fn actual_windows(problem: &StepProblem, schedule: &Schedule) -> Windows {
     let mut windows = problem.windows();
     let costs = &problem.costs;
     for (l, &keep) in schedule.keep.iter().enumerate() {
@@ -249,7 +268,12 @@ fn to_schedule(problem: &StepProblem, solution: &Solution, chain: &CostChain) ->
 
 /// What the chain's objective says of the step: the plan's arithmetic (streamed weights and gradients included, no boundary leaving
 /// HBM), and the exposed time of boundaries.
-fn predict(problem: &StepProblem, schedule: &Schedule, solution: &Solution, chain: &CostChain) -> Seconds {
+pub(crate) fn predict(
+    problem: &StepProblem,
+    schedule: &Schedule,
+    solution: &Solution,
+    chain: &CostChain,
+) -> Seconds {
     let mut still = schedule.clone();
     still.transfers = None;
     for placement in &mut still.placement {
@@ -277,6 +301,43 @@ pub(crate) fn least_step(problem: &StepProblem, chain: &CostChain, solution: &So
     let recomputed = (bound - weights - mandatory_overflow_ms(chain)).max(0.0);
     let pass = arithmetic.get() + recomputed / 1e3;
     Some(Seconds(problem.micro_batches as f64 * pass) + problem.optimizer)
+}
+
+/// No plan that keeps the caps has a shorter step, simulated or run: arithmetic with the least recomputation that the caps allow, as if links
+/// took no time. `None` where the time limit came before a bound.
+///
+/// The chain it comes from counts nothing that operations do not hold: no slack, no streamed weights, forward workspaces that no backward
+/// exceeds, NVMe as host RAM, and a boundary less beside each backward where boundaries may be on their way.
+///
+/// # Errors
+/// When the solver refuses the chain.
+pub fn step_bound(problem: &StepProblem, options: &SolveOptions) -> Result<Option<Seconds>, SolverError> {
+    let mut free = problem.clone();
+    let away = problem.budgets.host.saturating_sub(problem.fixed.host) + problem.budgets.nvme;
+    free.budgets.nvme = Bytes::ZERO;
+    free.streamed = Streamed::default();
+    let mut windows = free.windows();
+    windows.rates =
+        LinkRates { d2h: AT_ONCE, h2d: AT_ONCE, nvme_write: AT_ONCE, nvme_read: AT_ONCE, ..windows.rates };
+    let room = TierBytes { hbm: problem.budgets.hbm, host: away, nvme: Bytes::ZERO };
+    let mut chain = free.keep_chain(&room, &windows);
+    // The chain counts a copy in the position before its block, where operations may wait with it.
+    let early = if away > Bytes::ZERO { problem.boundary_bytes.iter().copied().max() } else { None };
+    let early = early.unwrap_or_default();
+    if let Some(backward) = &mut chain.layer_backward_workspace_bytes {
+        backward.iter_mut().for_each(|bytes| *bytes = bytes.saturating_sub(early));
+    }
+    let own = |l: usize| {
+        let backward = chain.layer_backward_workspace_bytes.as_ref().map_or(Bytes::ZERO, |list| list[l]);
+        problem.saved_bytes[l] + backward
+    };
+    // A block may be shorter than the longest: a layer below it must not count for more than the layer itself.
+    let least = (0..problem.saved_bytes.len()).map(own).min().unwrap_or_default();
+    if let Some(forward) = &mut chain.layer_forward_workspace_bytes {
+        forward.iter_mut().for_each(|bytes| *bytes = (*bytes).min(least));
+    }
+    let solution = solve(&chain, &SolveOptions { tie_break: TieBreak::Weighted, ..*options })?;
+    Ok(least_step(problem, &chain, &solution))
 }
 
 /// What streamed weights stick out of the windows whatever is placed where.

@@ -15,6 +15,9 @@ use crate::physical::{Clock, least_step};
 use crate::solve::solve;
 use crate::step::{Objective, StepFailure, StepOptions, StepSolution, solve_step};
 
+/// A bound this near to the plan, relative to it, is not worth another solve.
+const CLOSE: f64 = 1e-6;
+
 /// The plan that every rank follows, and how good it is.
 #[derive(Clone, Debug)]
 pub struct RanksSolution {
@@ -71,12 +74,21 @@ pub fn solve_ranks(
     let prediction = each.schedule.solve.prediction;
     let step = prediction.map_or(each.verified.promise.step_s, |p| p.step_s);
     let mut bound = Seconds::ZERO;
-    for relaxed in relaxations(host, &share, ranks) {
+    for relaxed in relaxations(host, ranks, step) {
+        if bound.get() >= step.get() * (1.0 - CLOSE) {
+            break;
+        }
         let mut room = relaxed.budgets;
         room.host = room.host.saturating_sub(relaxed.fixed.host);
         let chain = relaxed.keep_chain(&room, &relaxed.windows());
-        let solution = solve(&chain, &clock.share(&options.solve))?;
-        if let Some(least) = least_step(&relaxed, &chain, &solution)
+        let solved;
+        let solution = if chain == each.chain {
+            &each.solution
+        } else {
+            solved = solve(&chain, &clock.share(&options.solve))?;
+            &solved
+        };
+        if let Some(least) = least_step(&relaxed, &chain, solution)
             && least.get() > bound.get()
         {
             bound = least;
@@ -89,31 +101,83 @@ pub fn solve_ranks(
     Ok(RanksSolution { ranks, share, each, peer_exposed, step, bound, gap })
 }
 
-/// Problems of one rank that some rank of every joint plan meets: the one with the least of host RAM and NVMe together, all of that taken for
-/// host RAM; and, where there is NVMe, the one with the least host RAM, with all drives for itself. No other rank is on the root complex.
-fn relaxations(host: &StepProblem, share: &StepProblem, ranks: usize) -> Vec<StepProblem> {
-    let free = |problem: &StepProblem| {
-        let mut one = problem.clone();
-        one.costs.links.contention.shared = None;
-        one
-    };
-    let ranks = ranks.max(1) as u64;
-    let mut together = free(share);
-    let both = host.budgets.host.saturating_sub(host.fixed.host * ranks) + host.budgets.nvme;
-    together.budgets.host = share.fixed.host + Bytes(both.get() / ranks);
+/// Problems of one rank that some rank of every joint plan faster than `step` meets: all that it may have off HBM taken for host RAM; and,
+/// where there is NVMe, the least host RAM, with all drives to itself. No other rank is on the root complex.
+fn relaxations(host: &StepProblem, ranks: usize, step: Seconds) -> Vec<StepProblem> {
+    let shared = Shared::of(host, ranks, step);
+    let mut free = host.clone();
+    free.costs.links.contention.shared = None;
+    let mut together = free.clone();
+    together.budgets.host = host.fixed.host + shared.most_off_hbm();
     together.budgets.nvme = Bytes::ZERO;
     let mut relaxed = vec![together];
-    if host.budgets.nvme > Bytes::ZERO {
-        let mut alone = free(host);
-        alone.budgets.host = share.budgets.host;
+    if shared.nvme > Bytes::ZERO {
+        let mut alone = free;
+        alone.budgets.host = host.fixed.host + Bytes(shared.host.get() / shared.ranks);
+        alone.budgets.nvme = shared.nvme;
         relaxed.push(alone);
     }
     relaxed
 }
 
+/// What all ranks together may hold off HBM in a step of some length.
+struct Shared {
+    ranks: u64,
+    /// Host RAM besides what is there throughout.
+    host: Bytes,
+    /// NVMe, as far as the drives write and read it in the time there is.
+    nvme: Bytes,
+    /// Host RAM and NVMe, as far as the root complex carries it.
+    carried: Bytes,
+    /// The smallest staging buffer.
+    staging: Bytes,
+}
+
+impl Shared {
+    fn of(host: &StepProblem, ranks: usize, step: Seconds) -> Shared {
+        let ranks = ranks.max(1) as u64;
+        let costs = &host.costs;
+        let sum = |list: &[Seconds]| list.iter().copied().sum::<Seconds>();
+        let (forward, saving, backward) =
+            (sum(&costs.forward), sum(&costs.saving_forward), sum(&costs.backward));
+        let arithmetic = costs.prologue + saving + backward + costs.epilogue + costs.prologue_backward;
+        let pass = Seconds((step - host.optimizer).get() / host.micro_batches.max(1) as f64);
+        // What a faster step may wait for links, and so add to the longest windows any of its plans has.
+        let waits = Seconds((pass - arithmetic).get().max(0.0));
+        let (out, back) = (saving + costs.epilogue + waits, backward + saving + forward + waits);
+        let carried = |out_rate: BytesPerSecond, back_rate: BytesPerSecond| {
+            let bytes = (out_rate.get() * out.get()).min(back_rate.get() * back.get());
+            // Beyond all memory a float says the same, saturated.
+            Bytes(bytes.max(0.0).ceil() as u64)
+        };
+        let links = &costs.links;
+        let room = host.budgets.host.saturating_sub(host.fixed.host * ranks);
+        let staging = host.boundary_bytes.iter().copied().min().unwrap_or_default();
+        let drives = carried(links.nvme_write, links.nvme_read);
+        let nvme = if room >= staging { host.budgets.nvme.min(drives) } else { Bytes::ZERO };
+        let carried = links.contention.shared.map_or(Bytes(u64::MAX), |rate| carried(rate, rate));
+        Shared { ranks, host: room, nvme, carried, staging }
+    }
+
+    /// The most that the rank with the least off HBM can have there. Ranks that use NVMe stage through a buffer each: where `k` of them do,
+    /// some rank has at most the average of what is left, and some rank without NVMe at most the average of the host RAM that is left.
+    fn most_off_hbm(&self) -> Bytes {
+        let all = (self.host + self.nvme).min(self.carried);
+        let users = if self.nvme > Bytes::ZERO { self.ranks } else { 0 };
+        let with = |k: u64| {
+            let staged = Bytes(self.staging.get().saturating_mul(k));
+            let average = (self.host + self.nvme).saturating_sub(staged).min(all).get() / self.ranks;
+            let others = self.host.saturating_sub(staged).get().checked_div(self.ranks - k);
+            Bytes(others.map_or(average, |others| others.min(average)))
+        };
+        let possible = (0..=users).filter(|&k| self.staging.get().saturating_mul(k) <= self.host.get());
+        possible.map(with).max().unwrap_or_default()
+    }
+}
+
 /// Time of gathering weights (in both passes) and reducing gradients (in backward) that finds no room beside the arithmetic, first in
 /// first out over the layers, each exchange beside the layer before.
-fn exchange(one: &StepProblem, ranks: usize, peer: BytesPerSecond) -> Seconds {
+pub fn exchange(one: &StepProblem, ranks: usize, peer: BytesPerSecond) -> Seconds {
     let part = (ranks.saturating_sub(1)) as f64 / ranks.max(1) as f64;
     let time =
         |list: &[Bytes], l: usize| list.get(l).map_or(0.0, |bytes| bytes.get() as f64 * part / peer.get());

@@ -10,8 +10,9 @@ use std::time::Instant;
 use lazy_model::{Bytes, Schedule, StepProblem, Tier, TierBytes, Verified, VerifyError};
 
 use crate::error::SolverError;
-pub use crate::physical::carry_out;
 use crate::physical::{Clock, keep_more, solve_physical};
+pub use crate::physical::{carry_out, step_bound};
+use crate::polish::{adopt, by_hand, polish, reference_may_help};
 use crate::solve::{Solution, SolveOptions, Status, solve};
 
 /// Read-ahead distances that are tried when none is asked for, in blocks.
@@ -120,26 +121,44 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
         *room.get_mut(tier) = budget - fixed;
     }
     let clock = Clock { limit: options.solve.time_limit, started: Instant::now() };
-    if options.objective == Objective::Physical {
-        match solve_physical(problem, options, &clock) {
-            Ok(Some(found)) => return Ok(found),
-            // The chain counts transfers in flight with caution: what it finds no room for, plain boundaries may still fit.
-            Ok(None) => {}
-            Err(other) => return Err(other),
-        }
+    if options.objective == Objective::Reference {
+        return without_keep(problem, options, room, &clock);
     }
+    // The chain counts transfers in flight with caution: what it finds no room for, plain boundaries may still fit.
+    let Some(found) = solve_physical(problem, options, &clock)? else {
+        let found = match without_keep(problem, options, room, &clock) {
+            Ok(found) => keep_more(problem, found),
+            Err(why) => return by_hand(problem, options).ok_or(why),
+        };
+        let (schedule, verified) = (found.schedule.clone(), found.verified.clone());
+        let found = adopt(problem, found, schedule, verified);
+        return Ok(polish(problem, options, found, None, &clock));
+    };
+    let mut reference = None;
+    if reference_may_help(problem, &found) && !clock.is_over() {
+        reference = without_keep(problem, options, room, &clock).ok();
+    }
+    Ok(polish(problem, options, found, reference, &clock))
+}
+
+/// The plan of the reference's chain: nothing kept, HBM for boundaries a simple sum that shrinks until the step fits.
+fn without_keep(
+    problem: &StepProblem,
+    options: &StepOptions,
+    room: TierBytes,
+    clock: &Clock,
+) -> Result<StepSolution, StepFailure> {
     let mut refused = None;
     // A block that is recomputed holds all its boundaries at once, which the chain does not count: where no plan with long blocks
     // can be laid out, one with shorter blocks may be.
     let halves = std::iter::successors(Some(problem.max_segment), |&m| (m > 1).then_some(m / 2));
     for max_segment in halves {
-        match solve_blocks(&StepProblem { max_segment, ..problem.clone() }, options, room, &clock) {
+        match solve_blocks(&StepProblem { max_segment, ..problem.clone() }, options, room, clock) {
             Err(
                 e @ (StepFailure::Infeasible { .. } | StepFailure::Verify(VerifyError::OverBudget { .. })),
             ) => {
                 refused = refused.or(Some(e));
             }
-            Ok(found) if options.objective == Objective::Physical => return Ok(keep_more(problem, found)),
             other => return other,
         }
     }

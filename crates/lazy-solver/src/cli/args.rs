@@ -13,6 +13,8 @@ use super::sweep::Sweep;
 
 /// Far above any optimizer's state of one parameter.
 const MOST_STATE_BYTES: u64 = 1 << 10;
+/// Far above what shares a host's memory.
+const MOST_RANKS: usize = 1024;
 
 /// Plans where the activation at every layer boundary lives between forward and backward: in HBM, in host RAM, on NVMe, or nowhere
 /// (recomputed).
@@ -78,6 +80,10 @@ pub(crate) struct TrainingArgs {
     /// Tokens whose logits exist at once [default: 4096]
     #[arg(long, value_name = "N")]
     pub(crate) loss_chunk_tokens: Option<u64>,
+    /// Accelerators on one host, all alike and in step. Host RAM, NVMe, the drives and the root complex are then the host's and shared;
+    /// HBM and the links of each are its own
+    #[arg(long, value_name = "R", conflicts_with = "evaluate")]
+    pub(crate) ranks: Option<usize>,
     /// HBM of the device's context and of libraries [default: 0]
     #[arg(long, value_name = "GIB")]
     pub(crate) hbm_reserved_gib: Option<f64>,
@@ -101,6 +107,9 @@ impl TrainingArgs {
             return Err(format!(
                 "--state-bytes {state}: give the bytes of one parameter, at most {MOST_STATE_BYTES}"
             ));
+        }
+        if let Some(ranks) = self.ranks.filter(|ranks| !(1..=MOST_RANKS).contains(ranks)) {
+            return Err(format!("--ranks {ranks}: give the accelerators of one host, 1 to {MOST_RANKS}"));
         }
         Ok(Training {
             micro_batches: self.micro_batches.unwrap_or(default.micro_batches),

@@ -21,6 +21,8 @@ pub(crate) struct Change {
     pub(crate) more: Bytes,
     /// Of the step; zero where it saves nothing.
     pub(crate) saves_ms: f64,
+    /// Whether every one of several ranks gets as much.
+    pub(crate) each: bool,
 }
 
 impl Change {
@@ -30,10 +32,11 @@ impl Change {
             Tier::Host => "host RAM",
             Tier::Nvme => "NVMe",
         };
+        let whose = if self.each { " a rank" } else { "" };
         if self.saves_ms == 0.0 {
-            format!("{} more {name} saves nothing", self.more)
+            format!("{} more {name}{whose} saves nothing", self.more)
         } else {
-            format!("{} more {name} saves {}", self.more, Seconds::from_ms(self.saves_ms))
+            format!("{} more {name}{whose} saves {}", self.more, Seconds::from_ms(self.saves_ms))
         }
     }
 }
@@ -77,6 +80,8 @@ pub(crate) fn changes(planned: &Planned, options: &SolveOptions, clock: &Clock) 
         return vec![];
     };
     let more = step_of(planned);
+    let peers = planned.problem.ranks.as_ref().map_or(0.0, |ranks| ranks.peer_exposed().as_ms());
+    let each = planned.problem.ranks.is_some();
     // The user waits for these: each may take about as long as the plan itself did.
     let patience = Seconds(2.0 * planned.solution.solve.get() + 1.0);
     let mut list: Vec<Change> = Tier::ALL
@@ -85,9 +90,9 @@ pub(crate) fn changes(planned: &Planned, options: &SolveOptions, clock: &Clock) 
             let mut options = clock.left(options);
             let left = options.time_limit.map_or(patience.get(), |left| left.get().min(patience.get()));
             options.time_limit = Some(Seconds(left));
-            let then = time_with(planned, tier, more, &options)?;
+            let then = peers + time_with(planned, tier, more, &options)?;
             let saves = now - then;
-            Some(Change { tier, more, saves_ms: if saves > NOTHING_MS { saves } else { 0.0 } })
+            Some(Change { tier, more, saves_ms: if saves > NOTHING_MS { saves } else { 0.0 }, each })
         })
         .collect();
     list.sort_by(|a, b| b.saves_ms.total_cmp(&a.saves_ms));

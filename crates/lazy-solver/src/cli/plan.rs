@@ -8,13 +8,15 @@ use lazy_model::step::TierBytes;
 use lazy_model::{
     CostChain, Evaluation, Placement, Pool, Schedule, Seconds, Verified, VerifyError, Violation, evaluate,
 };
-use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
+use lazy_solver::ranks::{RanksSolution, solve_ranks};
+use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step, step_bound};
 use lazy_solver::{
-    Method, Remedy, Solution, SolveOptions, Status, baselines, explain, explain_step, solve, step_baselines,
+    Method, Remedy, Solution, SolveOptions, SolverError, Status, baselines, explain, explain_step, solve,
+    step_baselines,
 };
 
 use super::given::GivenPlan;
-use super::problem::Problem;
+use super::problem::{Problem, Ranks};
 
 /// Nobody waits longer for the reason why a step has no plan, unless a limit says so: each cap that is tried is a search of its own.
 const PATIENCE: Seconds = Seconds(30.0);
@@ -29,6 +31,10 @@ pub(crate) struct Planned {
     pub(crate) schedule: Option<Schedule>,
     /// Present where the layers' times are known and the plan keeps every budget.
     pub(crate) verified: Option<Verified>,
+    /// Present where several ranks were planned together.
+    pub(crate) ranks: Option<RanksSolution>,
+    /// No plan that keeps the caps has a shorter step, where that is known.
+    pub(crate) step_bound: Option<Seconds>,
     /// Why there is no plan, where there is none.
     pub(crate) why: Option<String>,
     /// What alone would make it feasible.
@@ -84,6 +90,12 @@ impl Planned {
         self.verified.as_ref().map(|v| &v.promise)
     }
 
+    /// The simulated step; of several ranks, with what they wait for one another.
+    pub(crate) fn step(&self) -> Option<Seconds> {
+        let peers = self.problem.ranks.as_ref().map_or(Seconds::ZERO, Ranks::peer_exposed);
+        self.promise().map(|p| p.step_s + peers)
+    }
+
     /// What each tier may hold.
     pub(crate) fn budgets(&self) -> TierBytes {
         let chain = &self.problem.chain;
@@ -125,7 +137,7 @@ impl Planned {
     /// The plan's time as its rivals' is given: of the whole step where that is known.
     pub(crate) fn time_ms(&self) -> Option<f64> {
         let added = self.solution.evaluation.as_ref().map(Evaluation::step_ms);
-        self.promise().map(|p| p.step_s.as_ms()).or(added)
+        self.step().map(Seconds::as_ms).or(added)
     }
 
     /// The fastest rival that fits.
@@ -158,7 +170,22 @@ pub(crate) fn make(problem: Problem, options: &SolveOptions, clock: &Clock) -> R
     }
     planned.rivals = rivals(&planned.problem);
     disprove(&mut planned);
+    planned.step_bound = least(&planned, &clock.left(options)).map_err(|e| e.to_string())?;
     Ok(planned)
+}
+
+/// The bound of a step with a plan. Of several ranks none is known: it would be of one's even part, where others might have had less.
+fn least(planned: &Planned, left: &SolveOptions) -> Result<Option<Seconds>, SolverError> {
+    let (Some(step), Some(ours), None) = (&planned.problem.step, planned.step(), &planned.problem.ranks)
+    else {
+        return Ok(None);
+    };
+    // Beside the plan a convenience: it may take about as long as the plan did.
+    let patience = 2.0 * planned.solution.solve.get() + 1.0;
+    let time_limit = left.time_limit.map_or(patience, |left| left.get().min(patience));
+    let bound = step_bound(step, &SolveOptions { time_limit: Some(Seconds(time_limit)), ..*left })?;
+    // Two sums of the same times in another order differ by rounding.
+    Ok(bound.map(|bound| if ours < bound { ours } else { bound }))
 }
 
 /// A step's plan is proven best for the chain that stands for the step. Where a plan made by hand is simulated to be faster, it is not
@@ -181,6 +208,8 @@ fn bare(problem: Problem, solution: Solution, schedule: Option<Schedule>) -> Pla
         given: false,
         schedule,
         verified: None,
+        ranks: None,
+        step_bound: None,
         why: None,
         remedies: vec![],
         rivals: vec![],
@@ -205,12 +234,18 @@ fn empty(status: Status) -> Solution {
 
 fn solve_whole_step(problem: Problem, options: &SolveOptions) -> Result<Planned, String> {
     let Some(step) = &problem.step else { return Err("no step to solve".into()) };
-    let (status, message) = match solve_step(step, &StepOptions { solve: *options, ..StepOptions::default() })
-    {
-        Ok(found) => {
+    let with = StepOptions { solve: *options, ..StepOptions::default() };
+    let found = match &problem.ranks {
+        Some(Ranks { count, host, peer }) => {
+            solve_ranks(host, *count, *peer, &with).map(|found| (found.each.clone(), Some(found)))
+        }
+        None => solve_step(step, &with).map(|found| (found, None)),
+    };
+    let (status, message) = match found {
+        Ok((found, ranks)) => {
             let problem = Problem { chain: found.chain, ..problem };
             let verified = Some(found.verified);
-            return Ok(Planned { verified, ..bare(problem, found.solution, Some(found.schedule)) });
+            return Ok(Planned { verified, ranks, ..bare(problem, found.solution, Some(found.schedule)) });
         }
         Err(StepFailure::NoIncumbent) => (Status::NoIncumbent, None),
         Err(StepFailure::Failed(reason)) => (Status::Failed, Some(reason)),
@@ -338,6 +373,7 @@ fn judge_step(problem: &Problem, placement: &[Placement], keep: Option<&[Keep]>)
 }
 
 fn rivals(problem: &Problem) -> Vec<Rival> {
+    let peers = problem.ranks.as_ref().map_or(Seconds::ZERO, Ranks::peer_exposed);
     let mut list: Vec<Rival> = match &problem.step {
         Some(step) => step_baselines(step, &problem.chain)
             .into_iter()
@@ -348,7 +384,7 @@ fn rivals(problem: &Problem) -> Vec<Rival> {
                 cost: b.outcome.map_err(|e| e.to_string()).map(|verified| RivalCost {
                     objective_ms: None,
                     step_ms: None,
-                    predicted: Some(verified.promise.step_s),
+                    predicted: Some(verified.promise.step_s + peers),
                 }),
             })
             .collect(),

@@ -5,8 +5,10 @@ use std::path::Path;
 use lazy_model::reference::{HbmRoom, Mandatory, OptimizerTime};
 use lazy_model::step::TierBytes;
 use lazy_model::{
-    Bytes, CostChain, HardwareProfile, ModelSpec, ReferenceSettings, StepProblem, Tier, Workload, read_text,
+    Bytes, BytesPerSecond, CostChain, HardwareProfile, ModelSpec, ReferenceSettings, Seconds, StepProblem,
+    Tier, Workload, read_text,
 };
+use lazy_solver::ranks::{exchange, share};
 
 use super::args::{Args, ObjectiveFlag, TieBreakFlag, TrainingArgs};
 use super::given::Reference;
@@ -27,14 +29,32 @@ pub(crate) struct Problem {
     pub(crate) profile: Option<HardwareProfile>,
     /// The placement problem; of a step, the one with all the room its caps leave.
     pub(crate) chain: CostChain,
-    /// Present with the physical objective.
+    /// Present with the physical objective. Of several ranks, the step of each on its part of the host.
     pub(crate) step: Option<StepProblem>,
+    /// Present with `--ranks`.
+    pub(crate) ranks: Option<Ranks>,
     /// What was assumed on the way, in sentences.
     pub(crate) notes: Vec<String>,
     pub(crate) optimizer: Option<OptimizerTime>,
     pub(crate) reference: Option<Reference>,
     pub(crate) objective: ObjectiveFlag,
     pub(crate) tie_break: TieBreakFlag,
+}
+
+/// Several ranks on one host.
+pub(crate) struct Ranks {
+    pub(crate) count: usize,
+    /// The step of one rank, with the whole host's budgets and rates of what is shared.
+    pub(crate) host: StepProblem,
+    /// Rate of the link between accelerators, each way.
+    pub(crate) peer: Option<BytesPerSecond>,
+}
+
+impl Ranks {
+    /// Time of a step that exchanges between accelerators stick out of arithmetic.
+    pub(crate) fn peer_exposed(&self) -> Seconds {
+        self.peer.map_or(Seconds::ZERO, |rate| exchange(&self.host, self.count, rate))
+    }
 }
 
 /// What the flags ask for.
@@ -55,7 +75,8 @@ pub(crate) fn read(args: &Args) -> Result<Input, String> {
 fn of_chain(args: &Args, path: &Path) -> Result<Problem, String> {
     if args.training != TrainingArgs::default() {
         return Err(
-            "a chain already holds what follows from training: leave out the flags under Training".into()
+            "a chain already holds what follows from training: leave out --ranks and the other flags under Training"
+                .into()
         );
     }
     if args.search.objective == Some(ObjectiveFlag::Physical) {
@@ -73,6 +94,7 @@ fn of_chain(args: &Args, path: &Path) -> Result<Problem, String> {
         profile: None,
         chain,
         step: None,
+        ranks: None,
         notes: vec![],
         optimizer: args.reference.optimizer()?,
         reference: None,
@@ -130,7 +152,7 @@ fn reference_problem(
             .into());
     }
     if args.training != TrainingArgs::default() {
-        return Err("--micro-batches, --stream-weights and the other flags under Training belong to the physical objective: leave them or \
+        return Err("--ranks, --micro-batches, --stream-weights and the other flags under Training belong to the physical objective: leave them or \
                     the reference flags out"
             .into());
     }
@@ -145,6 +167,7 @@ fn reference_problem(
         profile,
         chain,
         step: None,
+        ranks: None,
         notes,
         optimizer: args.reference.optimizer()?,
         reference: None,
@@ -201,14 +224,25 @@ fn physical_problem(
     profile.links.h2d.value = rates.h2d;
     profile.links.nvme_write.value = rates.nvme_write;
     profile.links.nvme_read.value = rates.nvme_read;
-    let step = step_problem(args, &facts, &profile)?;
-    let notes = facts.spec.notes.clone();
+    let host = step_problem(args, &facts, &profile)?;
+    let mut notes = facts.spec.notes.clone();
+    let ranks = args.training.ranks.map(|count| {
+        let peer = profile.links.peer.as_ref().map(|rate| rate.value);
+        if peer.is_none() && count > 1 {
+            notes.push(
+                "the machine names no link between accelerators: exchanging gradients and weights takes no time here".into(),
+            );
+        }
+        Ranks { count, host: host.clone(), peer }
+    });
+    let step = ranks.as_ref().map_or(host, |ranks| share(&ranks.host, ranks.count));
     Ok(Input::Problem(Box::new(Problem {
         name: facts.name.clone(),
         model: Some(facts),
         profile: Some(profile),
         chain: step.chain(room(&step)),
         step: Some(step),
+        ranks,
         notes,
         optimizer: None,
         reference: None,

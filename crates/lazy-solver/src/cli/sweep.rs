@@ -5,7 +5,7 @@ use std::str::FromStr;
 use super::args::Args;
 
 /// The flags that can be swept, with the way to set them.
-const SWEEPABLE: [(&str, Setter); 18] = [
+const SWEEPABLE: [(&str, Setter); 19] = [
     ("hbm-gib", |a, v| real(&mut a.budgets.hbm_gib, &mut a.budgets.hbm_mib, v)),
     ("hbm-mib", |a, v| real(&mut a.budgets.hbm_mib, &mut a.budgets.hbm_gib, v)),
     ("host-gib", |a, v| real(&mut a.budgets.host_gib, &mut a.budgets.host_mib, v)),
@@ -22,6 +22,7 @@ const SWEEPABLE: [(&str, Setter); 18] = [
     ("nvme-write-gbps", |a, v| one(&mut a.reference.nvme_write_gbps, v)),
     ("window-scale", |a, v| one(&mut a.reference.window_scale, v)),
     ("max-segment", |a, v| whole(&mut a.max_segment, v)),
+    ("ranks", |a, v| whole(&mut a.training.ranks, v)),
     ("batch", |a, v| whole(&mut a.batch, v)),
     ("seq", |a, v| whole(&mut a.seq, v)),
 ];

@@ -48,6 +48,7 @@ fn facts(planned: &Planned) -> Vec<Fact> {
     if let Some(profile) = &problem.profile {
         facts.push(fact("Machine", profile.name.clone()));
     }
+    facts.extend(super::ranks(planned).into_iter().map(|(label, value)| fact(label, value)));
     facts.push(fact("Objective", format!("{}, ties {}", problem.objective.name(), problem.tie_break.name())));
     facts.push(fact("Solved", proof(planned)));
     facts
@@ -60,7 +61,11 @@ fn headlines(planned: &Planned, changes: &[Change]) -> Vec<Headline> {
     };
     if let Some(promise) = planned.promise() {
         let waits = promise.exposed_s.total();
-        tile("Predicted step", promise.step_s.to_string(), format!("{waits} of it waiting for links"));
+        tile(
+            "Predicted step",
+            planned.step().unwrap_or(promise.step_s).to_string(),
+            format!("{waits} of it waiting for links"),
+        );
     }
     if let Some(through) = throughput(planned) {
         let [by_6n, exact] = through.tflops;

@@ -1,13 +1,13 @@
 //! Plans for programs.
 
 use lazy_model::keep::Keep;
-use lazy_model::{LinkLoad, Placement, Seconds};
+use lazy_model::{BytesPerSecond, LinkLoad, Placement, Seconds, StepProblem};
 use lazy_solver::{Remedy, Status};
 use serde_json::{Map, Value, json};
 
 use super::super::next::{self, Change};
 use super::super::plan::{Planned, Rival};
-use super::super::problem::ModelFacts;
+use super::super::problem::{ModelFacts, Ranks};
 use super::{boundaries, internals, kinds, links, refusal, throughput, verdict};
 
 /// The one object of `--json`.
@@ -55,7 +55,8 @@ fn result(planned: &Planned) -> Value {
         "exposed_ms": evaluation.map(|e| e.exposed_ms),
         "recompute_ms": evaluation.map(|e| e.recompute_ms),
         "step_ms": evaluation.map(|e| e.step_ms()),
-        "predicted_step_s": planned.promise().map(|p| p.step_s.get()),
+        "predicted_step_s": planned.step().map(Seconds::get),
+        "step_bound_s": planned.step_bound.map(Seconds::get),
         "peaks": planned.peaks(),
         "placement": solution.placement_string(),
     });
@@ -119,11 +120,39 @@ fn context(planned: &Planned) -> Value {
             planned.best_rival().is_none_or(|(_, theirs)| ours < theirs - 1e-6)
         }),
     });
+    if let Some(ranks) = &problem.ranks {
+        value["ranks"] = of_ranks(planned, ranks);
+    }
     if let Some(optimizer) = &problem.optimizer {
         value["optimizer_s"] = json!(optimizer.total().get());
         value["optimizer_8bit_fraction"] = json!(optimizer.fraction_8bit);
     }
     value
+}
+
+/// What the ranks share, what each has of it, and how good the even split is known to be.
+fn of_ranks(planned: &Planned, ranks: &Ranks) -> Value {
+    let part = |step: &StepProblem| {
+        let links = &step.costs.links;
+        json!({
+            "host_bytes": step.budgets.host,
+            "nvme_bytes": step.budgets.nvme,
+            "nvme_write_bytes_per_s": links.nvme_write.get(),
+            "nvme_read_bytes_per_s": links.nvme_read.get(),
+            "root_complex_bytes_per_s": links.contention.shared.map(BytesPerSecond::get),
+        })
+    };
+    let found = planned.ranks.as_ref();
+    json!({
+        "count": ranks.count,
+        "shared": part(&ranks.host),
+        "each": planned.problem.step.as_ref().map(part),
+        "peer_bytes_per_s": ranks.peer.map(BytesPerSecond::get),
+        "peer_exposed_s": ranks.peer_exposed().get(),
+        "objective_step_s": found.map(|f| f.step.get()),
+        "bound_s": found.map(|f| f.bound.get()),
+        "gap": found.map(|f| f.gap),
+    })
 }
 
 /// Of a simulated step: what moved and how long the link was busy; otherwise what its windows could carry, and what they must.

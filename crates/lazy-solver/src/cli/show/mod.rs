@@ -30,6 +30,10 @@ pub(crate) fn refusal(planned: &Planned) -> String {
                 solution.solve
             )
         }
+        Status::Infeasible if planned.problem.ranks.is_some() && !remedies.is_empty() => {
+            let why = planned.why.as_deref().unwrap_or("no placement keeps all rules");
+            format!("of a rank, with its part of host RAM and NVMe: {why}\nAny one of these would help, a rank:\n  - {list}")
+        }
         Status::Infeasible if planned.given => {
             format!("the plan breaks a rule: {}", planned.why.as_deref().unwrap_or("no rule was named"))
         }
@@ -47,6 +51,48 @@ pub(crate) fn refusal(planned: &Planned) -> String {
     }
 }
 
+/// What several ranks share and how good their plan is known to be, as labels and values. Nothing for one alone.
+fn ranks(planned: &Planned) -> Vec<(&'static str, String)> {
+    let Some(ranks) = &planned.problem.ranks else { return vec![] };
+    let (host, count) = (&ranks.host, ranks.count);
+    let links = &host.costs.links;
+    let part = |bytes: Bytes| Bytes(bytes.get() / count.max(1) as u64);
+    let mut lines = vec![
+        ("Ranks", format!("{count}, all with the plan below; each has an even part of the host")),
+        ("Host RAM", format!("{} shared, {} a rank", host.budgets.host, part(host.budgets.host))),
+    ];
+    if host.budgets.nvme > Bytes::ZERO {
+        let part = part(host.budgets.nvme);
+        let (write, read) = (links.nvme_write, links.nvme_read);
+        lines.push((
+            "Drives",
+            format!("{} shared, {part} a rank; write {write}, read {read} shared", host.budgets.nvme),
+        ));
+    }
+    lines.push((
+        "Root complex",
+        links.contention.shared.map_or("no limit known".into(), |shared| format!("{shared} shared")),
+    ));
+    lines.push((
+        "Peer links",
+        ranks.peer.map_or("none".into(), |peer| {
+            format!("{peer} each way a rank; exchanges stick out by {}", ranks.peer_exposed())
+        }),
+    ));
+    if let Some(found) = &planned.ranks {
+        lines.push((
+            "All ranks",
+            format!(
+                "{} a step by the objective; no way to share is faster than {}: gap {:.3} %",
+                found.step,
+                found.bound,
+                100.0 * found.gap
+            ),
+        ));
+    }
+    lines
+}
+
 /// How good the plan is known to be.
 fn proof(planned: &Planned) -> String {
     let solution = &planned.solution;
@@ -60,8 +106,9 @@ fn proof(planned: &Planned) -> String {
 
 /// What a whole step comes to for a model.
 struct Throughput {
+    /// Of all ranks together.
     tokens_per_s: f64,
-    /// 10^12 operations a second, by the 6N convention and by exact counting.
+    /// 10^12 operations a second of one rank, by the 6N convention and by exact counting.
     tflops: [f64; 2],
     /// Shares of the machine's best, in the same order, where that is known. The first says nothing of a model with experts, whose
     /// parameters a token mostly does not meet.
@@ -71,11 +118,12 @@ struct Throughput {
 }
 
 fn throughput(planned: &Planned) -> Option<Throughput> {
-    let (promise, model) = (planned.promise()?, planned.problem.model.as_ref()?);
+    let (step, model) = (planned.step()?, planned.problem.model.as_ref()?);
+    let ranks = planned.problem.ranks.as_ref().map_or(1, |ranks| ranks.count) as f64;
     let micro_batches = planned.problem.step.as_ref().map_or(1, |s| s.micro_batches) as f64;
     let (spec, work) = (&model.spec, &model.work);
-    let each = Seconds(promise.step_s.get() / micro_batches);
-    let tokens_per_s = work.tokens() as f64 / each.get();
+    let each = Seconds(step.get() / micro_batches);
+    let tokens_per_s = ranks * work.tokens() as f64 / each.get();
     let compute = planned.problem.profile.as_ref().and_then(|p| p.compute.as_ref());
     let best = compute.map(|c| c.matmul_flops_per_s.value / 1e12).filter(|best| *best > 0.0);
     tokens_per_s.is_finite().then(|| Throughput {

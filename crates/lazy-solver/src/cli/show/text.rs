@@ -23,6 +23,7 @@ fn write_plan(out: &mut String, planned: &Planned, changes: &[Change], colours: 
         return Ok(());
     };
     head(out, planned)?;
+    ranks(out, planned)?;
     tiers(out, planned, evaluation)?;
     links(out, planned)?;
     times(out, planned, evaluation)?;
@@ -64,6 +65,14 @@ fn head(out: &mut String, planned: &Planned) -> Result {
     let boundaries = problem.chain.boundaries();
     writeln!(out, "{} layers, {boundaries} boundaries: {}{how}", problem.chain.layers, proof(planned))?;
     writeln!(out, "objective: {}, ties: {}\n", problem.objective.name(), problem.tie_break.name())
+}
+
+/// What several ranks share. The tables below are of one of them.
+fn ranks(out: &mut String, planned: &Planned) -> Result {
+    for line in super::ranks(planned) {
+        writeln!(out, "{:<14} {}", line.0, line.1)?;
+    }
+    if planned.problem.ranks.is_some() { writeln!(out) } else { Ok(()) }
 }
 
 fn model_line(out: &mut String, model: &ModelFacts) -> Result {
@@ -152,6 +161,9 @@ fn times(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result
             promise.backward_s,
             promise.exposed_s.total()
         )?;
+    }
+    if let Some(bound) = planned.step_bound {
+        writeln!(out, "{:<22} {:>12.4} s   whatever is placed where", "at least", bound.get())?;
     }
     if let Some(through) = throughput(planned) {
         let [by_6n, exact] = through.tflops;
@@ -252,7 +264,7 @@ fn write_sweep(out: &mut String, flag: &str, rows: &[(f64, Planned)]) -> Result 
             continue;
         };
         let c = evaluation.counts;
-        let step = planned.promise().map_or("-".to_owned(), |p| format!("{:.4}", p.step_s.get()));
+        let step = planned.step().map_or("-".to_owned(), |step| format!("{:.4}", step.get()));
         writeln!(
             out,
             "{:>5} {:>5} {:>5} {:>10} {:>5} {:>16.5} {:>14.3} {step:>12}",

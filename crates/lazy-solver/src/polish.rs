@@ -1,0 +1,323 @@
+//! The last word of the simulation: plans made by hand and small changes are held against the chain's optimum, the fastest one that
+//! keeps the caps is returned, and whatever it is, it carries a prediction.
+
+use std::time::Instant;
+
+use lazy_model::keep::{Keep, evaluate_keep};
+use lazy_model::schedule::Prediction;
+use lazy_model::{
+    Bytes, CostChain, Evaluation, Placement, Schedule, Seconds, StepProblem, Tier, TierBytes, Verified,
+};
+
+use crate::baselines::step_candidates;
+use crate::physical::{
+    Clock, MOST_REFINEMENTS, NEAR, actual_windows, carry_out, correct, keep_more, predict,
+};
+use crate::solve::{Method, Solution, Status};
+use crate::step::{StepOptions, StepSolution, best_execution};
+
+/// A change must save this share of the step.
+const WORTH_IT: f64 = 1e-4;
+/// Layers laid out while changes are tried. Small steps get all of them, long ones, whose optimum is nearer, a few.
+const MOST_LAYERS: usize = 600;
+
+/// Changes of two or three decisions that are looked at.
+const MOST_CHANGES: usize = 1_000;
+
+/// A plan, carried out.
+type Carried = (Schedule, Verified);
+
+/// The fastest of the plan found, `reference` (a plan without keep, where one was worth finding), the plans made by hand, and what
+/// small changes make of the best of them.
+pub(crate) fn polish(
+    problem: &StepProblem,
+    options: &StepOptions,
+    found: StepSolution,
+    reference: Option<StepSolution>,
+    clock: &Clock,
+) -> StepSolution {
+    let mut best = None;
+    let mut time = found.verified.promise.step_s;
+    let mut consider = |carried: Option<Carried>, best: &mut Option<Carried>| {
+        if let Some(carried) = carried.filter(|c| faster(&c.1, time, 0.0)) {
+            time = carried.1.promise.step_s;
+            *best = Some(carried);
+        }
+    };
+    if let Some(reference) = reference {
+        let StepSolution { schedule, verified, .. } = keep_more(problem, reference);
+        consider(Some((schedule, verified)), &mut best);
+    }
+    for (_, schedule) in step_candidates(problem, &found.chain) {
+        let so_far = best.as_ref().map_or(&found.verified, |b| &b.1).promise.step_s;
+        if !clock.is_over() && is_worth(problem, &schedule, so_far, 0.0) {
+            consider(best_execution(problem, &schedule, options.prefetch).ok(), &mut best);
+        }
+    }
+    let start = best.clone().unwrap_or_else(|| (found.schedule.clone(), found.verified.clone()));
+    best = climb(problem, options, start, clock).or(best);
+    match best {
+        Some((schedule, verified)) => adopt(problem, found, schedule, verified),
+        None => nearer(problem, found),
+    }
+}
+
+/// A plan made by hand that fits, where the search found none.
+pub(crate) fn by_hand(problem: &StepProblem, options: &StepOptions) -> Option<StepSolution> {
+    let started = Instant::now();
+    let chain = problem.keep_chain(&problem.budgets, &problem.windows());
+    // The greedy one is last and the best, as a rule.
+    let found = step_candidates(problem, &chain)
+        .into_iter()
+        .rev()
+        .find_map(|(_, schedule)| best_execution(problem, &schedule, options.prefetch).ok());
+    let (schedule, verified) = found?;
+    let solution = Solution {
+        status: Status::Feasible,
+        placement: None,
+        keep: None,
+        evaluation: None,
+        objective_ms: None,
+        bound_ms: None,
+        gap: None,
+        solve: Seconds(started.elapsed().as_secs_f64()),
+        method: Method::Mip,
+        message: None,
+    };
+    let found = StepSolution { schedule: schedule.clone(), verified: verified.clone(), solution, chain };
+    Some(adopt(problem, found, schedule, verified))
+}
+
+/// The same plan, where its prediction is far from the simulation with the nearest that the objective can give.
+fn nearer(problem: &StepProblem, mut found: StepSolution) -> StepSolution {
+    let far = |p: &Option<Prediction>| p.map_or(f64::INFINITY, |p| p.gap.abs());
+    let now = found.schedule.solve.prediction;
+    if far(&now) > NEAR {
+        let again = prediction(problem, &found.schedule, &found.verified, &found.solution, &found.chain);
+        if far(&again) < far(&now) {
+            found.schedule.solve.prediction = again;
+        }
+    }
+    found
+}
+
+/// By more than that share, and than rounding.
+fn faster(verified: &Verified, than: Seconds, share: f64) -> bool {
+    verified.promise.step_s.get() < than.get() * (1.0 - share - 1e-9)
+}
+
+/// Whether `schedule` is faster than a step of that time if it never waits.
+fn is_worth(problem: &StepProblem, schedule: &Schedule, than: Seconds, share: f64) -> bool {
+    arithmetic(problem, schedule).get() < than.get() * (1.0 - share - 1e-9)
+}
+
+/// Time of a step's arithmetic alone: no plan is faster than its own.
+pub(crate) fn arithmetic(problem: &StepProblem, schedule: &Schedule) -> Seconds {
+    let costs = &problem.costs;
+    let mut pass = costs.prologue + costs.epilogue + costs.prologue_backward;
+    for l in 0..schedule.layers {
+        pass += costs.saving_forward[l] + costs.backward[l];
+        if !schedule.keep[l] {
+            pass += costs.forward[l];
+        }
+        if l > 0 && schedule.placement[l] == Placement::Recompute {
+            pass += costs.forward[l - 1];
+        }
+    }
+    Seconds(problem.micro_batches as f64 * pass.get()) + problem.optimizer
+}
+
+/// Takes each change that makes the step faster, until none does or enough were tried. Nothing where none does.
+fn climb(problem: &StepProblem, options: &StepOptions, start: Carried, clock: &Clock) -> Option<Carried> {
+    let (mut best, mut improved) = (start, false);
+    let mut left = MOST_LAYERS / best.0.layers.max(1);
+    'again: loop {
+        for changed in changes(problem, &best) {
+            if left == 0 || clock.is_over() {
+                break 'again;
+            }
+            if !is_worth(problem, &changed, best.1.promise.step_s, WORTH_IT) {
+                continue;
+            }
+            left -= 1;
+            if let Ok(carried) = carry_out(problem, &changed, options.prefetch)
+                && faster(&carried.1, best.1.promise.step_s, WORTH_IT)
+            {
+                (best, improved) = (carried, true);
+                continue 'again;
+            }
+        }
+        break;
+    }
+    improved.then_some(best)
+}
+
+/// Plans up to three decisions from this one, the likeliest first.
+fn changes(problem: &StepProblem, (schedule, verified): &Carried) -> Vec<Schedule> {
+    let n = schedule.layers;
+    let with = |edits: &[Edit]| {
+        let mut changed = Schedule { transfers: None, ..schedule.clone() };
+        edits.iter().for_each(|edit| edit.make(&mut changed));
+        changed
+    };
+    let mut single: Vec<Edit> = (0..n).filter(|&l| !schedule.keep[l]).map(|l| Edit::Keep(l, true)).collect();
+    let elsewhere = |i: usize| {
+        let tiers = [Placement::Hbm, Placement::Host, Placement::Nvme];
+        let placed = schedule.placement[i];
+        tiers.into_iter().filter(move |t| *t != placed).map(move |t| Edit::Place(i, t))
+    };
+    single.extend((0..n).filter(|&i| schedule.placement[i] == Placement::Recompute).flat_map(elsewhere));
+    let waits = verified.timeline.exposed().total() > Seconds::ZERO;
+    let dropped: Vec<Edit> = (1..n)
+        .filter(|&i| blocks_stay_short(schedule, i, problem.max_segment))
+        .map(|i| Edit::Place(i, Placement::Recompute))
+        .collect();
+    if waits {
+        single.extend((0..n).filter(|&i| schedule.placement[i] != Placement::Recompute).flat_map(elsewhere));
+        single.extend(&dropped);
+        single.extend((0..n).filter(|&l| schedule.keep[l]).map(|l| Edit::Keep(l, false)));
+    }
+    let mut list: Vec<Schedule> = single.iter().map(|edit| with(&[*edit])).collect();
+    // Room for what a first change wants is made by others.
+    let room: Vec<Edit> = (0..n)
+        .filter(|&i| schedule.placement[i] != Placement::Recompute)
+        .flat_map(elsewhere)
+        .chain((0..n).filter(|&l| schedule.keep[l]).map(|l| Edit::Keep(l, false)))
+        .chain(dropped)
+        .collect();
+    let pairs = single.iter().flat_map(|&first| room.iter().map(move |&second| [first, second]));
+    let triples = pairs.clone().flat_map(|[a, b]| {
+        let later = room.iter().filter(move |c| c.at() > b.at());
+        later.map(move |&c| [a, b, c])
+    });
+    let apart = |edits: &[Edit]| edits[1..].iter().all(|edit| edit.at() != edits[0].at());
+    list.extend(pairs.filter(|e| apart(e)).take(MOST_CHANGES).map(|e| with(&e)));
+    list.extend(triples.filter(|e| apart(e)).take(MOST_CHANGES).map(|e| with(&e)));
+    list
+}
+
+/// One decision made differently.
+#[derive(Clone, Copy)]
+enum Edit {
+    Keep(usize, bool),
+    Place(usize, Placement),
+}
+
+impl Edit {
+    fn make(self, schedule: &mut Schedule) {
+        match self {
+            Edit::Keep(l, keep) => schedule.keep[l] = keep,
+            Edit::Place(i, placement) => schedule.placement[i] = placement,
+        }
+    }
+
+    /// What is decided: a layer or a boundary.
+    fn at(self) -> (bool, usize) {
+        match self {
+            Edit::Keep(l, _) => (true, l),
+            Edit::Place(i, _) => (false, i),
+        }
+    }
+}
+
+/// Whether saved boundary `i` can be recomputed with blocks of at most `limit` layers.
+fn blocks_stay_short(schedule: &Schedule, i: usize, limit: usize) -> bool {
+    let skipped = |p: &&Placement| **p == Placement::Recompute;
+    let below = schedule.placement[..i].iter().rev().take_while(skipped).count();
+    let above = schedule.placement[i + 1..].iter().take_while(skipped).count();
+    schedule.placement[i] != Placement::Recompute && below + above + 2 <= limit
+}
+
+/// `found` with another plan in it, as far as its chain has something to say of that.
+pub(crate) fn adopt(
+    problem: &StepProblem,
+    found: StepSolution,
+    mut schedule: Schedule,
+    verified: Verified,
+) -> StepSolution {
+    let keep: Vec<Keep> =
+        schedule.keep.iter().map(|&k| if k { Keep::Hbm } else { Keep::Recompute }).collect();
+    let chain = match found.chain.hbm_cap_bytes {
+        Some(_) => found.chain,
+        None => problem.keep_chain(&problem.budgets, &problem.windows()),
+    };
+    let evaluation = judge(&chain, &schedule.placement, &keep);
+    let objective_ms = evaluation.as_ref().map(|e| e.objective_ms);
+    let solution = Solution {
+        status: Status::Feasible,
+        placement: Some(schedule.placement.clone()),
+        keep: Some(keep),
+        evaluation,
+        objective_ms,
+        bound_ms: None,
+        gap: None,
+        ..found.solution
+    };
+    schedule.solve.status = Status::Feasible.name().into();
+    schedule.solve.method.clone_from(&found.schedule.solve.method);
+    schedule.solve.solver.clone_from(&found.schedule.solve.solver);
+    (schedule.solve.objective_ms, schedule.solve.bound_ms) = (objective_ms, None);
+    schedule.solve.solve_s = found.schedule.solve.solve_s;
+    schedule.chain_hash = chain.hash();
+    schedule.promise = Some(verified.promise);
+    schedule.solve.prediction = prediction(problem, &schedule, &verified, &solution, &chain);
+    StepSolution { schedule, verified, solution, chain }
+}
+
+/// A plan by a chain's rules, but for its caps: those that count have been verified.
+fn judge(chain: &CostChain, placement: &[Placement], keep: &[Keep]) -> Option<Evaluation> {
+    let all = Bytes(1 << 62);
+    let open = CostChain {
+        locks: None,
+        hbm_cap_bytes: Some(all),
+        gpu_budget_bytes: all,
+        cpu_budget_bytes: all,
+        nvme_budget_bytes: all,
+        ..chain.clone()
+    };
+    evaluate_keep(&open, placement, keep).ok()
+}
+
+/// What the objective says of a plan that it did not choose: by windows as the plan has them, and links corrected by what they missed.
+fn prediction(
+    problem: &StepProblem,
+    schedule: &Schedule,
+    verified: &Verified,
+    solution: &Solution,
+    chain: &CostChain,
+) -> Option<Prediction> {
+    let room = TierBytes { hbm: problem.budgets.hbm, ..TierBytes::default() };
+    let mut windows = actual_windows(problem, schedule);
+    let mut nearest: Option<Prediction> = None;
+    let mut solution = solution.clone();
+    let mut judged = chain.clone();
+    for refinements in 0..=MOST_REFINEMENTS {
+        let step_s = predict(problem, schedule, &solution, &judged);
+        let gap = if step_s.get() > 0.0 { verified.promise.step_s.get() / step_s.get() - 1.0 } else { 0.0 };
+        if nearest.as_ref().is_none_or(|n| gap.abs() < n.gap.abs()) {
+            nearest = Some(Prediction { step_s, gap, refinements });
+        }
+        if gap.abs() <= NEAR {
+            break;
+        }
+        if refinements > 0 {
+            correct(&mut windows, problem, schedule, verified, &solution, &judged, gap);
+        }
+        judged = problem.keep_chain(&room, &windows);
+        solution.evaluation = judge(&judged, &schedule.placement, solution.keep.as_deref()?);
+    }
+    nearest
+}
+
+/// Whether a plan that keeps no internals might be faster than this one, or waits less.
+pub(crate) fn reference_may_help(problem: &StepProblem, found: &StepSolution) -> bool {
+    let step = found.verified.promise.step_s;
+    let none = Schedule::named("checkpoint", &problem.boundary_bytes, false);
+    let waits = step.get() > arithmetic(problem, &found.schedule).get() * (1.0 + WORTH_IT);
+    waits || is_worth(problem, &none, step, 0.0)
+}
+
+/// What the exact layout leaves of HBM.
+pub(crate) fn unused(problem: &StepProblem, verified: &Verified) -> Bytes {
+    problem.budgets.hbm.saturating_sub(verified.promise.peak_bytes.get(Tier::Hbm))
+}
