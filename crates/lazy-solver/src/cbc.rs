@@ -29,6 +29,9 @@ pub(crate) enum Outcome {
     Failed(String),
 }
 
+/// How near to a whole number a value counts as one.
+pub(crate) const WHOLE: f64 = 1e-5;
+
 /// Time for doubting a verdict of infeasibility.
 const SECOND_LOOK: Duration = Duration::from_secs(10);
 
@@ -37,31 +40,105 @@ const GRACE: Duration = Duration::from_millis(250);
 /// What a main thread has; a new one gets less.
 const STACK_BYTES: usize = 8 << 20;
 
+/// How CBC is set up.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Setup {
+    Usual,
+    /// Without cutting planes.
+    NoCuts,
+    /// Without scaling rows and columns.
+    Unscaled,
+}
+
 /// Solves `mip` to gap 0, or until `deadline`.
 ///
 /// CBC's cuts can remove every solution of a program with badly spread coefficients, so an infeasible program is looked at once
 /// more without cuts.
+///
+/// The values that come with a finished search are not always those it found: a last solve of the relaxation, with integers fixed,
+/// writes over them. The search itself is right then (value and bound), so it is repeated in another setup, and if that does not help, in
+/// two halves.
 pub(crate) fn solve(mip: &Mip, deadline: Option<Instant>) -> Outcome {
-    let first = run_until(mip, deadline, true);
-    if !matches!(first, Outcome::Infeasible) {
-        return first;
+    let soon = || {
+        let soon = Instant::now() + SECOND_LOOK;
+        Some(deadline.map_or(soon, |d| d.min(soon)))
+    };
+    match run_until(mip, deadline, Setup::Usual) {
+        Outcome::Infeasible => match run_until(mip, soon(), Setup::NoCuts) {
+            Outcome::Finished { values, bound } if are_worth(mip, &values, bound) => {
+                Outcome::Finished { values, bound }
+            }
+            Outcome::Finished { values, .. } => in_halves(mip, &values, deadline),
+            _ => Outcome::Infeasible,
+        },
+        Outcome::Finished { values, bound } if !are_worth(mip, &values, bound) => {
+            match run_until(mip, deadline, Setup::Unscaled) {
+                Outcome::Finished { values, bound } if are_worth(mip, &values, bound) => {
+                    Outcome::Finished { values, bound }
+                }
+                Outcome::OutOfTime { .. } => Outcome::OutOfTime { values: vec![], bound: Some(bound) },
+                _ => in_halves(mip, &values, deadline),
+            }
+        }
+        other => other,
     }
-    let soon = Instant::now() + SECOND_LOOK;
-    match run_until(mip, Some(deadline.map_or(soon, |d| d.min(soon))), false) {
-        Outcome::Finished { values, bound } => Outcome::Finished { values, bound },
-        _ => first,
+}
+
+/// Whether `values` are whole where they must be and worth what CBC says the best solution is.
+fn are_worth(mip: &Mip, values: &[f64], value: f64) -> bool {
+    let whole = |v: &f64| (v - v.round()).abs() < WHOLE;
+    let sum: f64 = mip.costs.iter().zip(values).map(|(cost, v)| cost * v).sum();
+    mip.binary.iter().zip(values).all(|(range, v)| range.is_none() || whole(v))
+        && (sum + mip.constant - value).abs() <= 1e-6 * (1.0 + value.abs())
+}
+
+/// The better of two programs, between which a column that `values` leave undecided is decided. Each has fewer open columns, so this ends.
+fn in_halves(mip: &Mip, values: &[f64], deadline: Option<Instant>) -> Outcome {
+    let open = |column: &usize| mip.binary[*column].is_some_and(|(lower, upper)| lower < upper);
+    let fraction = |column: &usize| values.get(*column).map_or(0.0, |v| (v - v.round()).abs());
+    let undecided =
+        (0..mip.costs.len()).filter(open).max_by(|a, b| fraction(a).total_cmp(&fraction(b)).then(b.cmp(a)));
+    let Some((column, (lower, upper))) = undecided.and_then(|c| Some((c, mip.binary[c]?))) else {
+        return Outcome::Failed("CBC's values are not those of its best solution".into());
+    };
+    let below = values.get(column).map_or(lower, |v| v.floor()).clamp(lower, upper - 1.0);
+    let half = |range: (f64, f64)| {
+        let mut half = mip.clone();
+        half.binary[column] = Some(range);
+        solve(&half, deadline)
+    };
+    better(half((lower, below)), half((below + 1.0, upper)))
+}
+
+/// What is known about a program of which these are the two halves.
+fn better(a: Outcome, b: Outcome) -> Outcome {
+    match (a, b) {
+        (Outcome::Infeasible, other) | (other, Outcome::Infeasible) => other,
+        (Outcome::Failed(message), _) | (_, Outcome::Failed(message)) => Outcome::Failed(message),
+        (Outcome::Finished { values, bound }, Outcome::Finished { bound: other, .. }) if bound <= other => {
+            Outcome::Finished { values, bound }
+        }
+        (Outcome::Finished { .. }, finished @ Outcome::Finished { .. }) => finished,
+        (Outcome::OutOfTime { bound: a, .. }, Outcome::OutOfTime { bound: b, .. }) => {
+            Outcome::OutOfTime { values: vec![], bound: a.zip(b).map(|(a, b)| a.min(b)) }
+        }
+        // The finished half's solution is one of the whole.
+        (Outcome::Finished { values, bound: a }, Outcome::OutOfTime { bound: b, .. })
+        | (Outcome::OutOfTime { bound: b, .. }, Outcome::Finished { values, bound: a }) => {
+            Outcome::OutOfTime { values, bound: b.map(|b| a.min(b)) }
+        }
     }
 }
 
 /// Runs CBC, on a thread of its own where there is a deadline: CBC cannot be told to stop, so a run that does not look at the clock
 /// in time is left behind. It ends when it next does look, and holds the lock until then.
-fn run_until(mip: &Mip, deadline: Option<Instant>, cuts: bool) -> Outcome {
-    let Some(deadline) = deadline else { return run(mip, None, cuts) };
+fn run_until(mip: &Mip, deadline: Option<Instant>, setup: Setup) -> Outcome {
+    let Some(deadline) = deadline else { return run(mip, None, setup) };
     let (answer, answered) = mpsc::sync_channel(1);
     let mip = mip.clone();
     let work = move || {
         // Nobody listens any more when the answer comes too late.
-        let _ = answer.send(run(&mip, Some(deadline), cuts));
+        let _ = answer.send(run(&mip, Some(deadline), setup));
     };
     if let Err(error) = thread::Builder::new().name("cbc".into()).stack_size(STACK_BYTES).spawn(work) {
         return Outcome::Failed(format!("cannot start a thread for CBC: {error}"));
@@ -74,7 +151,7 @@ fn run_until(mip: &Mip, deadline: Option<Instant>, cuts: bool) -> Outcome {
     }
 }
 
-fn run(mip: &Mip, deadline: Option<Instant>, cuts: bool) -> Outcome {
+fn run(mip: &Mip, deadline: Option<Instant>, setup: Setup) -> Outcome {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let mut variables = ProblemVariables::new();
     let columns: Vec<Variable> = mip
@@ -113,8 +190,10 @@ fn run(mip: &Mip, deadline: Option<Instant>, cuts: bool) -> Outcome {
     ] {
         model.set_parameter(key, value);
     }
-    if !cuts {
-        model.set_parameter("cutsOnOff", "off");
+    match setup {
+        Setup::Usual => {}
+        Setup::NoCuts => model.set_parameter("cutsOnOff", "off"),
+        Setup::Unscaled => model.set_parameter("scaling", "off"),
     }
     if let Some(deadline) = deadline {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -192,6 +271,42 @@ mod tests {
             let whole = values.iter().all(|value| (value - value.round()).abs() < 1e-6);
             assert!(values.is_empty() || !(whole && mip.rows.iter().all(holds)));
         }
+    }
+
+    /// A knapsack with one real column, dearest when overfull.
+    fn knapsack() -> Mip {
+        let mut mip = Mip { constant: 3.0, ..Mip::default() };
+        let items: Vec<usize> = [5.0, 7.0, 4.0, 3.0].iter().map(|worth| mip.binary(-worth, true)).collect();
+        let excess = mip.real(2.0);
+        let weights = [3.0, 4.0, 2.0, 2.0];
+        let load = items.iter().copied().zip(weights).chain([(excess, -1.0)]).collect();
+        mip.at_most(load, 6.0);
+        mip
+    }
+
+    #[test]
+    fn two_halves_have_the_optimum_of_the_whole() {
+        let mip = knapsack();
+        let Outcome::Finished { bound: whole, .. } = solve(&mip, None) else { panic!() };
+        // By hand: 7 and 4 just fit and are worth 11; what weighs more comes to 10 at most, its excess paid.
+        assert!((whole - (3.0 - 11.0)).abs() < 1e-9, "{whole}");
+        for values in [vec![], vec![0.3, 0.5, 0.0, 1.0, 0.0]] {
+            let Outcome::Finished { values, bound } = in_halves(&mip, &values, None) else { panic!() };
+            assert!((bound - whole).abs() < 1e-9);
+            assert!(are_worth(&mip, &values, bound));
+        }
+        let mut none = knapsack();
+        none.row(vec![(0, 1.0), (1, 1.0)], 3.0, f64::INFINITY);
+        assert!(matches!(in_halves(&none, &[], None), Outcome::Infeasible));
+    }
+
+    #[test]
+    fn values_that_are_not_the_best_solutions_are_told_from_it() {
+        let mip = knapsack();
+        assert!(are_worth(&mip, &[0.0, 1.0, 1.0, 0.0, 0.0], -8.0));
+        // A solution, but a dearer one; and a cheap fraction of one.
+        assert!(!are_worth(&mip, &[1.0, 0.0, 1.0, 0.0, 0.0], -8.0));
+        assert!(!are_worth(&mip, &[0.8, 1.0, 0.0, 0.0, 0.0], -8.0));
     }
 
     /// S2: no values come back for a program without any.

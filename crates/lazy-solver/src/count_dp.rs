@@ -4,6 +4,8 @@
 //! away than it must be (proof in `docs/model.md`). So the number of checkpoints fixes the number in each tier, and what remains is
 //! where the checkpoints are: a path, shortest first in recompute, whose labels also carry the exposed time of the four pools.
 
+use std::time::Instant;
+
 use lazy_model::{CostChain, Placement, Pool};
 
 use crate::link::Link;
@@ -20,6 +22,13 @@ pub(crate) struct Counted {
     pub(crate) value: f64,
 }
 
+/// What counting found.
+pub(crate) enum Counting {
+    Plan(Counted),
+    Infeasible,
+    OutOfTime,
+}
+
 /// Whether this method solves `chain`.
 pub(crate) fn applies(chain: &CostChain) -> bool {
     let equal = chain.boundary_bytes.windows(2).all(|pair| pair[0] == pair[1]);
@@ -28,20 +37,16 @@ pub(crate) fn applies(chain: &CostChain) -> bool {
     equal && chain.locks.as_ref().is_none_or(|locks| locks.is_empty()) && work <= MOST_WORK
 }
 
-/// The best placement of a chain that [`applies`] holds for; `None` where none is allowed.
-pub(crate) fn solve(chain: &CostChain, tie_break: TieBreak) -> Option<Counted> {
-    let dp = CountDp::new(chain)?;
-    let counts: Vec<Counts> = (2..=chain.boundaries()).filter_map(|m| dp.counts(m)).collect();
-    match tie_break {
-        TieBreak::Weighted => dp.best(&counts, |c| {
-            chain.checkpoint_penalty * c.checkpoints as f64 + chain.nvme_tiebreak * c.nvme as f64
-        }),
-        TieBreak::Lexicographic => {
-            let fastest = dp.best(&counts, |_| 0.0)?;
-            let limit = fastest.value + tolerance(fastest.value) / 2.0;
-            let fewest = counts.iter().find_map(|c| dp.step(c, limit));
-            Some(fewest.map_or(fastest, |(value, placement)| Counted { placement, value }))
-        }
+/// The best placement of a chain that [`applies`] holds for.
+pub(crate) fn solve(chain: &CostChain, tie_break: TieBreak, deadline: Option<Instant>) -> Counting {
+    let Some(mut dp) = CountDp::new(chain, deadline) else { return Counting::Infeasible };
+    dp.fill_rest();
+    let counted = if dp.is_late() { None } else { dp.counted(tie_break) };
+    match counted {
+        // A search that was cut proves nothing.
+        _ if dp.is_late() => Counting::OutOfTime,
+        Some(counted) => Counting::Plan(counted),
+        None => Counting::Infeasible,
     }
 }
 
@@ -74,6 +79,7 @@ struct CountDp<'a> {
     slots: [usize; 3],
     /// `rest[q][i]`: least recompute (ms) from checkpoint `i` to the end with exactly `q` more checkpoints.
     rest: Vec<Vec<f64>>,
+    deadline: Option<Instant>,
 }
 
 /// A partial path that ends in an offloaded checkpoint.
@@ -85,7 +91,7 @@ struct Label {
 }
 
 impl<'a> CountDp<'a> {
-    fn new(chain: &'a CostChain) -> Option<CountDp<'a>> {
+    fn new(chain: &'a CostChain, deadline: Option<Instant>) -> Option<CountDp<'a>> {
         let n = chain.layers;
         let size = chain.boundary_bytes[0].get();
         let mut overflow = 0.0;
@@ -112,9 +118,27 @@ impl<'a> CountDp<'a> {
         }
         let slots = [chain.gpu_budget_bytes, chain.cpu_budget_bytes, chain.nvme_budget_bytes]
             .map(|budget| budget.get().checked_div(size).map_or(n + 1, |slots| (slots as usize).min(n + 1)));
-        let mut dp = CountDp { chain, pools, overflow, slots, rest: vec![] };
-        dp.fill_rest();
-        Some(dp)
+        Some(CountDp { chain, pools, overflow, slots, rest: vec![], deadline })
+    }
+
+    fn is_late(&self) -> bool {
+        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+    }
+
+    fn counted(&self, tie_break: TieBreak) -> Option<Counted> {
+        let chain = self.chain;
+        let counts: Vec<Counts> = (2..=chain.boundaries()).filter_map(|m| self.counts(m)).collect();
+        match tie_break {
+            TieBreak::Weighted => self.best(&counts, |c| {
+                chain.checkpoint_penalty * c.checkpoints as f64 + chain.nvme_tiebreak * c.nvme as f64
+            }),
+            TieBreak::Lexicographic => {
+                let fastest = self.best(&counts, |_| 0.0)?;
+                let limit = fastest.value + tolerance(fastest.value) / 2.0;
+                let fewest = counts.iter().find_map(|c| self.step(c, limit));
+                Some(fewest.map_or(fastest, |(value, placement)| Counted { placement, value }))
+            }
+        }
     }
 
     /// Least recompute of a block that begins at checkpoint `from`, for each next checkpoint.
@@ -135,6 +159,9 @@ impl<'a> CountDp<'a> {
         current[n] = 0.0;
         self.rest.push(current);
         for q in 1..=n {
+            if self.is_late() {
+                return;
+            }
             let before = &self.rest[q - 1];
             let row = (0..=n)
                 .map(|i| self.blocks(i).map(|(t, cost)| cost + before[t]).fold(f64::INFINITY, f64::min))
@@ -191,6 +218,9 @@ impl<'a> CountDp<'a> {
         let mut labels = vec![self.enter(start, counts, 1)];
         let mut frontier = vec![0];
         for count in 1..counts.off {
+            if self.is_late() {
+                return None;
+            }
             frontier = self.extend(&mut labels, &frontier, counts, count, limit);
         }
         let step = |label: &Label| self.at_least(label, counts, counts.off);

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use lazy_model::{CostChain, evaluate};
 
-use crate::count_dp;
+use crate::count_dp::{self, Counting};
 use crate::problem::Goal;
 use crate::search::{Found, Plan, search, tolerance};
 use crate::solve::{Method, TieBreak};
@@ -16,8 +16,10 @@ use crate::weighted::weighted;
 /// The plan's bound is on the chain's objective: proven step time plus the plan's own weights.
 pub(crate) fn lexicographic(chain: &CostChain, method: Method, deadline: Option<Instant>) -> (Found, Method) {
     if matches!(method, Method::Auto | Method::CountDp) && count_dp::applies(chain) {
-        let Some(found) = count_dp::solve(chain, TieBreak::Lexicographic) else {
-            return (Found::Infeasible, Method::CountDp);
+        let found = match count_dp::solve(chain, TieBreak::Lexicographic, deadline) {
+            Counting::Plan(found) => found,
+            Counting::Infeasible => return (Found::Infeasible, Method::CountDp),
+            Counting::OutOfTime => return (Found::OutOfTime { bound: None }, Method::CountDp),
         };
         if let Ok(evaluation) = evaluate(chain, &found.placement) {
             let mut plan = Plan::new(found.placement, evaluation, Goal::Step, Some(found.value));

@@ -34,8 +34,11 @@
 mod baselines;
 #[cfg(feature = "cli")]
 pub mod budgets;
+mod by_hand;
 mod cbc;
 mod count_dp;
+#[cfg(feature = "cross-check")]
+mod cross_check;
 mod error;
 mod explain;
 mod keep;
@@ -54,6 +57,8 @@ mod surrogate;
 mod weighted;
 
 pub use baselines::{Baseline, StepBaseline, baselines, step_baselines};
+#[cfg(feature = "cross-check")]
+pub use cross_check::cross_check;
 pub use error::SolverError;
 pub use explain::{Remedy, explain, explain_step};
 pub use solve::{Method, Solution, SolveOptions, Status, TieBreak, solve};

@@ -6,6 +6,7 @@
 
 use lazy_model::{BoundaryIndex, Bytes, CostChain, Locks, Placement, Pool, Tier};
 
+use crate::cbc::WHOLE;
 use crate::link::Link;
 use crate::mip::{Column, Mip};
 
@@ -218,7 +219,7 @@ impl Problem {
     pub(crate) fn placement(&self, values: &[f64]) -> Option<Vec<Placement>> {
         let bit = |column: Column| {
             let v = values.get(column)?;
-            ((v - v.round()).abs() < 1e-5).then_some(*v > 0.5)
+            ((v - v.round()).abs() < WHOLE).then_some(*v > 0.5)
         };
         let state = |i: usize| {
             Some(match (bit(self.skip[i])?, bit(self.off[i])?, bit(self.nvme[i])?) {

@@ -5,6 +5,7 @@ use std::time::Instant;
 use lazy_model::{Bytes, CostChain, Evaluation, Placement, Tier, Violation, evaluate};
 
 use crate::cbc::{self, Outcome};
+use crate::mip::Mip;
 use crate::problem::{Goal, Problem};
 
 /// Rounds of forbidding sets that CBC's tolerance packs into a budget a few bytes too small. Each round removes at least one such
@@ -65,10 +66,24 @@ pub(crate) fn tolerance(value: f64) -> f64 {
 
 /// Runs CBC until its answer passes the exact check.
 pub(crate) fn search(chain: &CostChain, goal: Goal, deadline: Option<Instant>) -> Found {
+    search_with(chain, goal, deadline, |mip| cbc::solve(mip, deadline))
+}
+
+/// Runs a solver of programs until its answer passes the exact check.
+pub(crate) fn search_with(
+    chain: &CostChain,
+    goal: Goal,
+    deadline: Option<Instant>,
+    solve: impl Fn(&Mip) -> Outcome,
+) -> Found {
+    // Large programs take their time to write down.
+    if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+        return Found::OutOfTime { bound: None };
+    }
     let Some(mut problem) = Problem::new(chain, goal) else { return Found::Infeasible };
     let judged = judged_chain(chain, goal);
     for _ in 0..MOST_REPAIRS {
-        let (values, bound, finished) = match cbc::solve(&problem.mip, deadline) {
+        let (values, bound, finished) = match solve(&problem.mip) {
             Outcome::Finished { values, bound } => (values, Some(bound), true),
             Outcome::OutOfTime { values, bound } => (values, bound, false),
             Outcome::Infeasible => return Found::Infeasible,

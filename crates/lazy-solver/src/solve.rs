@@ -6,9 +6,11 @@ use lazy_model::schedule::{Execution, SCHEDULE_VERSION, SolveRecord, shape_hash}
 use lazy_model::{BoundaryIndex, CostChain, Evaluation, Keep, Placement, Schedule, Seconds, evaluate};
 use serde::Serialize;
 
+use crate::by_hand::plans;
 use crate::error::SolverError;
 use crate::keep;
 use crate::lexicographic::lexicographic;
+use crate::problem::Goal;
 use crate::search::{Found, Plan};
 use crate::weighted::weighted;
 
@@ -80,7 +82,7 @@ pub enum Status {
     Optimal,
     /// The placement is allowed; a better one may exist.
     Feasible,
-    /// The time limit came before any allowed placement. There may be one.
+    /// The time limit came before any allowed placement, and no plan made by hand is allowed either. There may be one.
     NoIncumbent,
     /// No placement is allowed.
     Infeasible,
@@ -187,13 +189,13 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
             TieBreak::Weighted => weighted(chain, options.method, deadline),
             TieBreak::Lexicographic => lexicographic(chain, options.method, deadline),
         };
-        answer(closer(chain, found), method)
+        answer(closer(chain, beside_by_hand(chain, found, options.tie_break)), method)
     };
     solution.solve = Seconds(started.elapsed().as_secs_f64());
     Ok(solution)
 }
 
-fn answer(found: Found, method: Method) -> Solution {
+pub(crate) fn answer(found: Found, method: Method) -> Solution {
     let mut solution = Solution {
         status: Status::Infeasible,
         placement: None,
@@ -229,6 +231,51 @@ fn answer(found: Found, method: Method) -> Solution {
         }
     }
     solution
+}
+
+/// What was found, or the best allowed plan that people make by hand where that is better. Only a search that did not end can lose to one.
+fn beside_by_hand(chain: &CostChain, found: Found, tie_break: TieBreak) -> Found {
+    let weights = |evaluation: &Evaluation| evaluation.objective_ms - evaluation.step_ms();
+    let (searched, least) = match found {
+        Found::Plan(plan) if !plan.proven => {
+            let least = match tie_break {
+                TieBreak::Weighted => plan.bound,
+                TieBreak::Lexicographic => plan.bound.map(|bound| bound - weights(&plan.evaluation)),
+            };
+            (Some(*plan), least)
+        }
+        Found::OutOfTime { bound } => (None, bound),
+        settled => return settled,
+    };
+    let goal = match tie_break {
+        TieBreak::Weighted => Goal::Cost,
+        TieBreak::Lexicographic => Goal::Step,
+    };
+    let by_hand = plans(chain).into_iter().filter_map(|(_, placement, _)| {
+        let evaluation = evaluate(chain, &placement).ok()?;
+        let mut plan = Plan::new(placement, evaluation, goal, least);
+        if tie_break == TieBreak::Lexicographic {
+            // A step time alone leaves open how few checkpoints reach it.
+            plan.proven = false;
+            plan.bound = least.map(|least| least + weights(&plan.evaluation));
+        }
+        Some(plan)
+    });
+    let worth = |plan: &Plan| {
+        let Evaluation { counts, objective_ms, .. } = &plan.evaluation;
+        match tie_break {
+            TieBreak::Weighted => (*objective_ms, 0, 0),
+            TieBreak::Lexicographic => (plan.evaluation.step_ms(), counts.checkpoints(), counts.nvme),
+        }
+    };
+    let better = |a: &Plan, b: &Plan| {
+        let ((a, a_checkpoints, a_nvme), (b, b_checkpoints, b_nvme)) = (worth(a), worth(b));
+        a.total_cmp(&b).then((a_checkpoints, a_nvme).cmp(&(b_checkpoints, b_nvme)))
+    };
+    match searched.into_iter().chain(by_hand).min_by(better) {
+        Some(plan) => Found::Plan(Box::new(plan)),
+        None => Found::OutOfTime { bound: least },
+    }
 }
 
 fn closer(chain: &CostChain, found: Found) -> Found {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use lazy_model::{BoundaryIndex, CostChain, Locks, evaluate};
 
-use crate::count_dp;
+use crate::count_dp::{self, Counting};
 use crate::place::place;
 use crate::problem::Goal;
 use crate::search::{Found, Plan, search};
@@ -17,8 +17,10 @@ const PLACING: Duration = Duration::from_secs(2);
 /// The plan of least objective, and the method that found it.
 pub(crate) fn weighted(chain: &CostChain, method: Method, deadline: Option<Instant>) -> (Found, Method) {
     if matches!(method, Method::Auto | Method::CountDp) && count_dp::applies(chain) {
-        let Some(found) = count_dp::solve(chain, TieBreak::Weighted) else {
-            return (Found::Infeasible, Method::CountDp);
+        let found = match count_dp::solve(chain, TieBreak::Weighted, deadline) {
+            Counting::Plan(found) => found,
+            Counting::Infeasible => return (Found::Infeasible, Method::CountDp),
+            Counting::OutOfTime => return (Found::OutOfTime { bound: None }, Method::CountDp),
         };
         if let Ok(evaluation) = evaluate(chain, &found.placement) {
             let plan = Plan::new(found.placement, evaluation, Goal::Cost, Some(found.value));

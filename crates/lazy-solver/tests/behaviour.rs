@@ -6,7 +6,9 @@ use std::fs;
 use std::path::Path;
 
 use lazy_model::{Bytes, CostChain, Seconds, Tier, evaluate};
-use lazy_solver::{Method, Remedy, Solution, SolveOptions, SolverError, Status, explain, solve};
+use lazy_solver::{
+    Method, Remedy, Solution, SolveOptions, SolverError, Status, TieBreak, baselines, explain, solve,
+};
 
 fn given(name: &str) -> CostChain {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/given/{name}.json"));
@@ -51,14 +53,59 @@ fn equal_plans_differ_by_the_tie_break_alone() {
 }
 
 #[test]
-fn no_time_means_no_incumbent() {
-    let options =
-        SolveOptions { time_limit: Some(Seconds::ZERO), method: Method::Mip, ..SolveOptions::default() };
-    let solution = solve(&given("doc_cpu14_free"), &options).unwrap();
-    assert_eq!(solution.status, Status::NoIncumbent);
-    assert!(solution.placement.is_none() && solution.objective_ms.is_none());
+fn no_time_leaves_the_best_plan_made_by_hand() {
+    let chain = given("doc_cpu14_free");
+    let best = baselines(&chain).into_iter().filter_map(|b| b.outcome.ok()).map(|e| e.objective_ms);
+    let best = best.min_by(f64::total_cmp).unwrap();
+    for method in [Method::Auto, Method::Mip] {
+        for tie_break in [TieBreak::Weighted, TieBreak::Lexicographic] {
+            let options = SolveOptions { time_limit: Some(Seconds::ZERO), method, tie_break };
+            let solution = solve(&chain, &options).unwrap();
+            assert_eq!(solution.status, Status::Feasible, "{method:?} {tie_break:?}");
+            assert!(solution.objective_ms.unwrap() <= best);
+            assert!(evaluate(&chain, &solution.placement.unwrap()).is_ok());
+        }
+    }
     assert!(matches!(limited(&given("tiny3_hand"), -1.0), Err(SolverError::TimeLimit(_))));
     assert!(matches!(limited(&given("tiny3_hand"), f64::NAN), Err(SolverError::TimeLimit(_))));
+}
+
+#[test]
+fn no_incumbent_is_said_where_plans_made_by_hand_do_not_fit_either() {
+    // 5 + 3 MiB fill each tier; filling HBM from the top takes both threes.
+    let mut chain = given("tiny3_hand");
+    chain.boundary_bytes = [5, 5, 3, 3].map(Bytes::from_mib).to_vec();
+    (chain.gpu_budget_bytes, chain.cpu_budget_bytes) = (Bytes::from_mib(8), Bytes::from_mib(8));
+    (chain.nvme_budget_bytes, chain.max_segment_layers) = (Bytes::ZERO, 1);
+    assert!(baselines(&chain).iter().all(|b| b.outcome.is_err()));
+    let options =
+        SolveOptions { time_limit: Some(Seconds::ZERO), method: Method::Mip, ..SolveOptions::default() };
+    let solution = solve(&chain, &options).unwrap();
+    assert_eq!(solution.status, Status::NoIncumbent);
+    assert!(solution.placement.is_none() && solution.objective_ms.is_none());
+    assert_eq!(solved(&chain).status, Status::Optimal);
+}
+
+#[test]
+fn a_long_chain_cut_short_is_no_worse_than_plans_made_by_hand() {
+    let mut chain = given("doc_cpu14_free");
+    let n = 1000;
+    chain.layers = n;
+    for list in [&mut chain.layer_window_ms, &mut chain.layer_recompute_ms] {
+        *list = list.iter().copied().cycle().take(n).collect();
+    }
+    for list in [&mut chain.param_h2d_bytes, &mut chain.grad_d2h_bytes] {
+        *list = list.iter().copied().cycle().take(n).collect();
+    }
+    chain.boundary_bytes = (0..=n as u64).map(|i| chain.boundary_bytes[0] + Bytes(i)).collect();
+    chain.gpu_budget_bytes = chain.gpu_budget_bytes * 16;
+    chain.cpu_budget_bytes = chain.cpu_budget_bytes * 16;
+    let solution = limited(&chain, 0.3).unwrap();
+    assert!(matches!(solution.status, Status::Feasible | Status::Optimal));
+    let objective = solution.objective_ms.unwrap();
+    for baseline in baselines(&chain) {
+        assert!(baseline.outcome.is_err() || baseline.outcome.unwrap().objective_ms >= objective);
+    }
 }
 
 #[test]
