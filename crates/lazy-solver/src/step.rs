@@ -96,10 +96,14 @@ pub enum StepFailure {
         max_segment: usize,
     },
     /// The time limit came first.
-    #[error("no plan was found within the time limit: raise it, or use `--plan checkpoint`")]
+    #[error(
+        "no plan was found within the time limit: raise it, or keep every boundary in HBM (`--plan checkpoint` of the trainer)"
+    )]
     NoIncumbent,
     /// The solver failed.
-    #[error("the solver failed: {0}; try `--plan checkpoint`")]
+    #[error(
+        "the solver failed: {0}; keeping every boundary in HBM needs no solver (`--plan checkpoint` of the trainer)"
+    )]
     Failed(String),
     /// The plan does not verify.
     #[error(transparent)]
