@@ -7,13 +7,13 @@
 //! | --- | --- |
 //! | boundary | the activation between two layers; layer `l` reads boundary `l` and writes boundary `l + 1` |
 //! | [`ModelSpec`] | a Hugging Face `config.json`, read strictly: parameters, sizes and work follow from it |
-//! | [`HardwareProfile`] | what a machine moves and computes, each value measured or assumed |
+//! | [`HardwareProfile`] | what a machine moves and computes, each value measured or assumed; [`HardwareProfile::preset`] has some by name |
 //! | [`CostChain`] | the placement problem as data; [`evaluate()`] judges a placement in exact arithmetic |
 //! | [`ReferenceSettings`] | the published planning command's parameters, from which a chain follows |
 //! | [`Schedule`] | a decision for every boundary and layer, with what was promised |
 //! | [`StepPlan`] | the operations that carry a schedule out, with offsets and waits |
 //! | [`timeline::simulate`] | what those operations take on given costs, and which link arithmetic waits for |
-//! | [`StepProblem`] | sizes, costs and caps of a step; [`StepProblem::verify`] refuses a schedule that breaks one |
+//! | [`StepProblem`] | sizes, costs and caps of a step, [`StepProblem::for_model`] of a model on a machine; [`StepProblem::verify`] refuses a schedule that breaks one |
 //! | [`RunReport`], [`perfetto`] | pictures of plans and runs |
 //!
 //! # Example

@@ -48,20 +48,32 @@ pub enum Remedy {
     },
 }
 
+/// A size to be typed into a flag: the same digits rounded down would be refused again.
+fn rounded_up(size: Bytes) -> String {
+    const GIB: u64 = 1 << 30;
+    if size.get() < GIB {
+        return format!("{} MiB", size.mib_rounded_up());
+    }
+    let thousandths = (u128::from(size.get()) * 1000).div_ceil(u128::from(GIB));
+    format!("{}.{:03} GiB", thousandths / 1000, thousandths % 1000)
+}
+
 impl fmt::Display for Remedy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Remedy::Budget { tier, budget, smallest } => write!(
                 f,
-                "raise the {tier} budget from {} to at least {} bytes ({smallest})",
+                "raise the {tier} budget from {} to at least {} bytes ({})",
                 budget.get(),
-                smallest.get()
+                smallest.get(),
+                rounded_up(*smallest)
             ),
             Remedy::HbmCap { cap, smallest } => write!(
                 f,
-                "raise hbm_cap_bytes from {} to at least {} ({smallest})",
+                "raise hbm_cap_bytes from {} to at least {} ({})",
                 cap.get(),
-                smallest.get()
+                smallest.get(),
+                rounded_up(*smallest)
             ),
             Remedy::SegmentLayers { limit, smallest } => {
                 write!(f, "allow blocks of {smallest} layers (max_segment_layers is {limit})")

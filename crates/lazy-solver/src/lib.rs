@@ -27,6 +27,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! For a model on a machine, [`step::solve_step`] plans the whole step, layer internals included, and simulates what it promises; the
+//! page of [`step`] has an example. [`ranks`] plans several ranks that share a host.
+//!
 //! An infeasible chain, a time limit that came too early and a solver that gave up are results, told apart by [`Status`];
 //! [`explain()`] says which single change makes an infeasible chain feasible, and [`baselines()`] are the plans people make by hand, to
 //! hold a solved one against. `docs/model.md` derives the program.

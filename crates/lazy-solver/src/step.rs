@@ -1,9 +1,29 @@
 //! A whole step: from sizes, costs and caps to a verified schedule.
 //!
-//! A chain counts boundaries between forward and backward as a simple sum. What else HBM and host RAM hold during a step
-//! (gradients of boundaries, transfers in flight, recomputed boundaries, staging) depends on the plan. So the chain is first given
-//! all the room the caps leave; the operations of its optimum are laid out and verified, and where they overflow, the chain's
-//! budget shrinks by the overflow and is solved again.
+//! ```
+//! use lazy_model::{Bytes, HardwareProfile, ModelSpec, StepProblem, TierBytes, Training, Workload};
+//! use lazy_solver::step::{StepOptions, solve_step};
+//!
+//! let spec = ModelSpec::from_json(
+//!     r#"{"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
+//!         "head_dim": 128, "intermediate_size": 3072, "vocab_size": 32000, "rms_norm_eps": 1e-6, "tie_word_embeddings": true}"#,
+//! )?;
+//! let work = Workload::new(8, 1024, 2)?;
+//! let profile = HardwareProfile::preset("h100").ok_or("no such preset")?;
+//! let budgets = TierBytes { hbm: Bytes::from_mib(3072), host: Bytes::from_mib(256), nvme: Bytes::ZERO };
+//! let problem = StepProblem::for_model(&spec, &work, &profile, budgets, &Training::default())?;
+//! let found = solve_step(&problem, &StepOptions::default())?;
+//! println!("{} in {}", found.schedule.placement_letters(), found.verified.promise.step_s);
+//! assert!(found.verified.promise.peak_bytes.hbm <= budgets.hbm);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! With [`Objective::Physical`] the chain counts HBM at every position of the step and decides about layer internals too; its optimum is
+//! laid out, simulated, and the chain corrected until both agree. With [`Objective::Reference`], and where that finds no plan, a chain
+//! counts boundaries between forward and backward as a simple sum. What else HBM and host RAM hold during a step (gradients of
+//! boundaries, transfers in flight, recomputed boundaries, staging) depends on the plan. So the chain is first given all the room the
+//! caps leave; the operations of its optimum are laid out and verified, and where they overflow, the chain's budget shrinks by the
+//! overflow and is solved again. `docs/model.md` derives both.
 
 use std::time::Instant;
 

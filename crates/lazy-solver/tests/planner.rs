@@ -282,6 +282,9 @@ fn given_plans_are_judged_on_chains_and_steps() {
         assert_eq!((&judged["status"], &judged["method"]), (&"feasible".into(), &"given".into()));
         let predicted = judged["predicted_step_s"].as_f64().unwrap();
         assert!((predicted / promised - 1.0).abs() < 1e-3, "{predicted} {promised}");
+        assert_eq!((&judged["counts"], &judged["keep"]), (&found["counts"], &found["keep"]));
+        let again = |plan: &Value| plan["base_recompute_ms"].as_f64().unwrap();
+        assert!((again(&judged) - again(&found)).abs() < 1e-6 * again(&found).max(1.0), "{judged}");
     }
     let all_in_hbm = json(STEP, &["--evaluate", &"G".repeat(37)]);
     assert_eq!(all_in_hbm["status"], "infeasible");

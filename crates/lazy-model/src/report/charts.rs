@@ -96,7 +96,7 @@ fn tier_panel(
     let peaks = if peaks.is_empty() { "nothing recorded".to_owned() } else { format!("peak {peaks}") };
     let limit = tier.budget.map_or(String::new(), |b| {
         let note = if shown.is_none() { " (above the scale)" } else { "" };
-        format!("budget {}{note}", bytes(b))
+        format!("room {}{note}", bytes(b))
     });
     let name = format!("{}, {}", title(tier.tier), unit.name);
     if wide {

@@ -222,10 +222,11 @@ impl RunReport {
         let run = [("area recompute", "measured"), ("promised", "promised")];
         let plan = [("area recompute", "simulated")];
         let mut entries = if self.of == Picture::Run { run.to_vec() } else { plan.to_vec() };
-        entries.push(("mark", "budget, a hard limit"));
+        entries.push(("mark", "room, a hard limit"));
         let legend = legend(&entries);
         let draw = |wide| charts::occupancy(&self.occupancy, wide);
-        let intro = "Boundaries, their gradients and staging in each tier while one step runs, and the room for them.";
+        let intro = "Boundaries, their gradients, kept internals and staging in each tier while one step runs, and the room that a \
+                     tier's budget leaves them beside what is there throughout.";
         section(page, "Activations in memory over one step", intro, &(legend + &draw(true) + &draw(false)));
     }
 

@@ -6,7 +6,8 @@ use lazy_model::keep::{Keep, evaluate_keep};
 use lazy_model::schedule::Promise;
 use lazy_model::step::TierBytes;
 use lazy_model::{
-    CostChain, Evaluation, Placement, Pool, Schedule, Seconds, Verified, VerifyError, Violation, evaluate,
+    Bytes, Evaluation, Placement, Pool, Schedule, Seconds, StepProblem, Tier, Verified, VerifyError,
+    Violation, evaluate,
 };
 use lazy_solver::ranks::{RanksSolution, solve_ranks};
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step, step_bound};
@@ -253,11 +254,24 @@ fn solve_whole_step(problem: Problem, options: &SolveOptions) -> Result<Planned,
             e @ (StepFailure::Fixed { .. }
             | StepFailure::Infeasible { .. }
             | StepFailure::Verify(VerifyError::OverBudget { .. })),
-        ) => (Status::Infeasible, Some(e.to_string())),
+        ) => (Status::Infeasible, Some(format!("{e}{}", streaming_hint(step, &e)))),
         Err(e) => return Err(e.to_string()),
     };
     let solution = Solution { message: message.clone(), ..empty(status) };
     Ok(Planned { why: message, ..bare(problem, solution, None) })
+}
+
+/// Where HBM is too small for what is there throughout, a smaller batch helps little; weights that leave do.
+fn streaming_hint(step: &StepProblem, failure: &StepFailure) -> String {
+    let stays = step.streamed.weights.is_empty() || step.streamed.gradients.is_empty();
+    match failure {
+        StepFailure::Fixed { tier: Tier::Hbm, .. } if stays => format!(
+            "; {} are there throughout, weights and gradients above all: `--stream-weights` and `--stream-gradients` move those of \
+             the layers to host RAM",
+            step.fixed.hbm
+        ),
+        _ => String::new(),
+    }
 }
 
 /// Judges a plan that was given.
@@ -295,7 +309,7 @@ pub(crate) fn judge(problem: Problem, given: GivenPlan) -> Result<Planned, Strin
                     let solution = Solution {
                         placement: Some(given.placement.clone()),
                         keep: keep.clone(),
-                        evaluation: judge_step(&problem, &given.placement, keep.as_deref()),
+                        evaluation: judge_step(step, &given.placement, keep.as_deref()),
                         ..empty(Status::Feasible)
                     };
                     Planned { verified: Some(verified), ..bare(problem, solution, Some(schedule)) }
@@ -354,22 +368,13 @@ fn judge_chain(
     }
 }
 
-/// Counts and times of a plan whose step has been verified: the chain's own budgets and locks are the planner's means, not the
-/// step's rules.
-fn judge_step(problem: &Problem, placement: &[Placement], keep: Option<&[Keep]>) -> Option<Evaluation> {
-    judge_chain(problem, placement, keep).ok().or_else(|| {
-        let chain = &problem.chain;
-        let all = chain.boundary_bytes.iter().copied().sum();
-        let open = CostChain {
-            locks: None,
-            hbm_cap_bytes: None,
-            gpu_budget_bytes: all,
-            cpu_budget_bytes: all,
-            nvme_budget_bytes: all,
-            ..chain.clone()
-        };
-        evaluate(&open, placement).ok()
-    })
+/// Counts and times of a plan whose step has been verified, kept internals included: the chain's own budgets and locks are the
+/// planner's means, not the step's rules, so here nothing is short of room.
+fn judge_step(step: &StepProblem, placement: &[Placement], keep: Option<&[Keep]>) -> Option<Evaluation> {
+    let none = vec![Keep::Recompute; step.saved_bytes.len()];
+    let enough = Bytes(1 << 60);
+    let chain = step.keep_chain(&TierBytes { hbm: enough, host: enough, nvme: enough }, &step.windows());
+    evaluate_keep(&chain, placement, keep.unwrap_or(&none)).ok()
 }
 
 fn rivals(problem: &Problem) -> Vec<Rival> {

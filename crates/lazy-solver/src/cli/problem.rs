@@ -236,6 +236,7 @@ fn physical_problem(
         Ranks { count, host: host.clone(), peer }
     });
     let step = ranks.as_ref().map_or(host, |ranks| share(&ranks.host, ranks.count));
+    notes.extend(optimizer_note(args, &facts));
     Ok(Input::Problem(Box::new(Problem {
         name: facts.name.clone(),
         model: Some(facts),
@@ -249,6 +250,16 @@ fn physical_problem(
         objective: ObjectiveFlag::Physical,
         tie_break: args.tie_break(),
     })))
+}
+
+/// What no budget of a step's plan counts.
+fn optimizer_note(args: &Args, facts: &ModelFacts) -> Option<String> {
+    // As `--model` alone lists it: float32, with two moments.
+    let state = Bytes(facts.spec.total_parameters()) * 12;
+    let streamed = args.training.state_bytes.unwrap_or(0) == 0;
+    streamed.then(|| {
+        format!("the optimizer's state ({state} as float32 weights and moments) is streamed, and counts in no budget")
+    })
 }
 
 /// What the caps leave for boundaries.
