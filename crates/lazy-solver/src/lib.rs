@@ -43,7 +43,10 @@ mod count_dp;
 #[cfg(feature = "cross-check")]
 mod cross_check;
 mod error;
+mod exchange;
 mod explain;
+mod fewest;
+mod fit;
 mod keep;
 mod lexicographic;
 mod link;

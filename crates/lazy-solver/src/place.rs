@@ -7,17 +7,24 @@ use std::time::Instant;
 
 use lazy_model::{Bytes, CostChain, Evaluation, Placement, Pool, evaluate};
 
+use crate::fewest::fewest;
+use crate::fit::polish;
 use crate::link::Link;
 use crate::problem::{Allowed, allowed, gcd, recompute};
 use crate::search::tolerance;
 
 /// Bits of a row of reachable sums, and of all rows together, as powers of two.
 const ROW_BITS: u32 = 21;
-const TABLE_BITS: u32 = 29;
+const TABLE_BITS: u32 = 27;
+/// As above, where what is on NVMe is given: then there is some slack.
+const COARSE_TABLE_BITS: u32 = 24;
 /// Fullest sums that are tried.
 const SUMS: usize = 128;
 /// Fillings looked at.
 const TRIES: u64 = 1000;
+/// Sets on NVMe tried beside, and fillings looked at for each.
+const NVME_SETS: usize = 12;
+const TRIES_NVME: u64 = 64;
 
 /// The placement of least objective found for the checkpoints (those not in `skip`), stopping early at `bound`.
 pub(crate) fn place(
@@ -27,34 +34,54 @@ pub(crate) fn place(
     deadline: Option<Instant>,
 ) -> Option<(Vec<Placement>, Evaluation)> {
     let filler = Filler::new(chain, skip)?;
-    let sums = Sums::new(&filler)?;
-    let mut random = Random(1);
-    let mut best: Option<(f64, Vec<Placement>)> = None;
+    let bound = filler.at_least()?.max(bound);
     let enough = bound + tolerance(bound) / 2.0;
-    // Few boundaries have few fillings.
-    let tries = TRIES.min(16 << sums.free.len().min(16));
-    for number in 0..tries {
-        let late = deadline.is_some_and(|deadline| number % 16 == 0 && Instant::now() >= deadline);
+    let mut best: Option<(f64, Vec<Placement>)> = None;
+    let nvme_sets = filler.nvme_sets();
+    for (number, nvme) in [vec![]].into_iter().chain(nvme_sets).enumerate() {
+        let late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
         if late || best.as_ref().is_some_and(|(cost, _)| *cost <= enough) {
             break;
         }
-        let in_hbm = sums.filling(&filler, number, &mut random);
-        let Some(placement) = filler.offload(&in_hbm) else { continue };
-        let cost = filler.cost(&placement);
-        if best.as_ref().is_none_or(|(least, _)| cost < *least) {
-            best = Some((cost, placement));
-        }
+        let tries = if number == 0 { TRIES } else { TRIES_NVME };
+        fill(&filler, &nvme, tries, enough, deadline, &mut best);
     }
-    let (_, placement) = best?;
+    let (_, placement) = polish(&filler, best?.1, bound, deadline);
     let evaluation = evaluate(chain, &placement).ok()?;
     Some((placement, evaluation))
 }
 
+/// Tries fillings that have `nvme` on NVMe (if empty, what HBM and host RAM cannot hold), and keeps the best in `best`.
+fn fill(
+    filler: &Filler,
+    nvme: &[usize],
+    tries: u64,
+    enough: f64,
+    deadline: Option<Instant>,
+    best: &mut Option<(f64, Vec<Placement>)>,
+) {
+    let Some(sums) = Sums::new(filler, nvme) else { return };
+    let mut random = Random(1);
+    // Few boundaries have few fillings.
+    for number in 0..tries.min(16 << sums.free.len().min(16)) {
+        let late = deadline.is_some_and(|deadline| number % 16 == 0 && Instant::now() >= deadline);
+        if late || best.as_ref().is_some_and(|(cost, _)| *cost <= enough) {
+            break;
+        }
+        let in_hbm = sums.filling(filler, number, &mut random);
+        let Some(placement) = filler.offload(&in_hbm, nvme) else { continue };
+        let cost = filler.cost(&placement);
+        if best.as_ref().is_none_or(|(least, _)| cost < *least) {
+            *best = Some((cost, placement));
+        }
+    }
+}
+
 /// SplitMix64.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn unit(&mut self) -> f64 {
+    pub(crate) fn unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -63,29 +90,31 @@ impl Random {
     }
 }
 
-struct PoolData {
+pub(crate) struct PoolData {
     nvme: bool,
-    ms_a_byte: f64,
-    first: Vec<usize>,
-    room: Vec<f64>,
+    pub(crate) ms_a_byte: f64,
+    /// The first window of each boundary.
+    pub(crate) first: Vec<usize>,
+    /// Room in the windows from each on (ms).
+    pub(crate) room: Vec<f64>,
 }
 
 /// The checkpoints and what is known about where they may go.
-struct Filler {
-    allowed: Vec<Allowed>,
-    skip: Vec<bool>,
-    sizes: Vec<u64>,
-    hbm: u64,
-    host: u64,
-    nvme: u64,
+pub(crate) struct Filler {
+    pub(crate) allowed: Vec<Allowed>,
+    pub(crate) skip: Vec<bool>,
+    pub(crate) sizes: Vec<u64>,
+    pub(crate) hbm: u64,
+    pub(crate) host: u64,
+    pub(crate) nvme: u64,
     pools: Vec<PoolData>,
-    tiebreak: f64,
+    pub(crate) tiebreak: f64,
     /// Recompute, checkpoints' weight and mandatory overflow (ms).
-    constant: f64,
+    pub(crate) constant: f64,
 }
 
 impl Filler {
-    fn new(chain: &CostChain, skip: &[bool]) -> Option<Filler> {
+    pub(crate) fn new(chain: &CostChain, skip: &[bool]) -> Option<Filler> {
         let n = chain.layers;
         let sizes: Vec<u64> = chain.boundary_bytes.iter().map(|b: &Bytes| b.get()).collect();
         let recompute: f64 =
@@ -121,8 +150,23 @@ impl Filler {
         Some(filler)
     }
 
+    /// The pools that every offloaded boundary loads.
+    pub(crate) fn pcie(&self) -> impl Iterator<Item = &PoolData> {
+        self.pools.iter().filter(|pool| !pool.nvme)
+    }
+
+    /// The pools that boundaries on NVMe load beside.
+    pub(crate) fn drive(&self) -> impl Iterator<Item = &PoolData> {
+        self.pools.iter().filter(|pool| pool.nvme)
+    }
+
+    /// Whether every checkpoint may go to every tier.
+    pub(crate) fn unlocked(&self) -> bool {
+        self.allowed.iter().zip(&self.skip).all(|(a, skip)| *skip || a.hbm && a.host && a.nvme)
+    }
+
     /// Exposed time of the pools that `nvme` chooses, for what is offloaded.
-    fn exposed(&self, nvme: bool, offloaded: impl Fn(usize) -> bool) -> f64 {
+    pub(crate) fn exposed(&self, nvme: bool, offloaded: impl Fn(usize) -> bool) -> f64 {
         let mut sum = 0.0;
         for pool in self.pools.iter().filter(|pool| pool.nvme == nvme) {
             let (mut bytes, mut worst) = (0, 0.0f64);
@@ -135,7 +179,7 @@ impl Filler {
         sum
     }
 
-    fn cost(&self, placement: &[Placement]) -> f64 {
+    pub(crate) fn cost(&self, placement: &[Placement]) -> f64 {
         let on_nvme = |i: usize| placement[i] == Placement::Nvme;
         let offloaded = |i: usize| on_nvme(i) || placement[i] == Placement::Host;
         let count = (0..placement.len()).filter(|&i| on_nvme(i)).count();
@@ -145,15 +189,103 @@ impl Filler {
             + self.tiebreak * count as f64
     }
 
+    /// No placement costs less; `None` where there is none. Every suffix of boundaries puts at most HBM's bytes into HBM, and at most
+    /// host RAM's of the rest there.
+    pub(crate) fn at_least(&self) -> Option<f64> {
+        let lacking = self.lacking();
+        let drive = self.suffixes(true) + self.tiebreak * self.largest_on_nvme(lacking)?.len() as f64;
+        let drive = drive.max(fewest(self)?.at_least);
+        (lacking <= self.nvme).then_some(self.constant + self.suffixes(false) + drive)
+    }
+
+    /// What suffixes of boundaries expose at least, however HBM (and, for the drive, host RAM) is filled.
+    fn suffixes(&self, nvme: bool) -> f64 {
+        let elsewhere = if nvme { self.hbm.saturating_add(self.host) } else { self.hbm };
+        let mut cost = 0.0;
+        for pool in self.pools.iter().filter(|pool| pool.nvme == nvme) {
+            let (mut bytes, mut worst) = (0u64, 0.0f64);
+            for i in (0..self.sizes.len()).rev().filter(|&i| !self.skip[i]) {
+                bytes += self.sizes[i];
+                let asked = bytes.saturating_sub(elsewhere) as f64 * pool.ms_a_byte;
+                worst = worst.max(asked - pool.room[pool.first[i]]);
+            }
+            cost += worst;
+        }
+        cost
+    }
+
+    /// Bytes of checkpoints that neither HBM nor host RAM can hold.
+    pub(crate) fn lacking(&self) -> u64 {
+        let saved = (0..self.sizes.len()).filter(|&i| !self.skip[i]);
+        saved.map(|i| self.sizes[i]).sum::<u64>().saturating_sub(self.hbm).saturating_sub(self.host)
+    }
+
+    /// The largest checkpoints that may be on NVMe, as many as have `lacking` bytes; `None` where all have less.
+    pub(crate) fn largest_on_nvme(&self, lacking: u64) -> Option<Vec<usize>> {
+        let mut may: Vec<usize> =
+            (0..self.sizes.len()).filter(|&i| !self.skip[i] && self.allowed[i].nvme).collect();
+        may.sort_by_key(|&i| (std::cmp::Reverse(self.sizes[i]), i));
+        let mut bytes = 0;
+        let mut count = 0;
+        while bytes < lacking {
+            bytes += self.sizes[*may.get(count)?];
+            count += 1;
+        }
+        may.truncate(count);
+        Some(may)
+    }
+
+    /// Sets of as few boundaries as may be on NVMe: the largest, or what exchanges of one boundary at a time make of them until the drive
+    /// keeps up, and sets that differ from that by one boundary.
+    fn nvme_sets(&self) -> Vec<Vec<usize>> {
+        let Some(largest) = self.largest_on_nvme(self.lacking()).filter(|set| !set.is_empty()) else {
+            return vec![];
+        };
+        let cheapest = fewest(self).and_then(|fewest| fewest.set);
+        let mut set = cheapest.filter(|set| !set.is_empty()).unwrap_or(largest);
+        loop {
+            let exposed = self.exposed(true, |i| set.contains(&i));
+            let mut beside = self.beside(&set);
+            match beside.first() {
+                Some((less, _, better)) if *less < exposed => set = better.clone(),
+                _ => {
+                    beside.truncate(NVME_SETS);
+                    let others = beside.into_iter().map(|(_, _, set)| set);
+                    return [set].into_iter().chain(others).collect();
+                }
+            }
+        }
+    }
+
+    /// Sets that differ from `set` by one boundary and relieve host RAM enough, with what they expose and the bytes given away, least first.
+    fn beside(&self, set: &[usize]) -> Vec<(f64, u64, Vec<usize>)> {
+        let bytes: u64 = set.iter().map(|&i| self.sizes[i]).sum();
+        let spare = bytes.saturating_sub(self.lacking());
+        let may = |i: &usize| !self.skip[*i] && self.allowed[*i].nvme && !set.contains(i);
+        let mut sets = vec![];
+        for i in (0..self.sizes.len()).filter(may) {
+            for k in 0..set.len() {
+                let lost = self.sizes[set[k]].saturating_sub(self.sizes[i]);
+                if lost <= spare {
+                    let mut other = set.to_vec();
+                    other[k] = i;
+                    sets.push((self.exposed(true, |i| other.contains(&i)), lost, other));
+                }
+            }
+        }
+        sets.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        sets
+    }
+
     /// Places what is not in HBM: on NVMe the fewest that relieve host RAM, from the bottom up, where windows are longest.
-    fn offload(&self, in_hbm: &[bool]) -> Option<Vec<Placement>> {
+    fn offload(&self, in_hbm: &[bool], given: &[usize]) -> Option<Vec<Placement>> {
         let mut placement = vec![Placement::Recompute; self.sizes.len()];
         let (mut host, mut nvme) = (0, 0);
         let mut movable = Vec::new();
         for i in (0..self.sizes.len()).filter(|&i| !self.skip[i]) {
             if in_hbm[i] {
                 placement[i] = Placement::Hbm;
-            } else if self.allowed[i].host {
+            } else if self.allowed[i].host && !given.contains(&i) {
                 placement[i] = Placement::Host;
                 host += self.sizes[i];
                 if self.allowed[i].nvme {
@@ -194,9 +326,11 @@ struct Sums {
 }
 
 impl Sums {
-    fn new(filler: &Filler) -> Option<Sums> {
+    /// Fillings of HBM that leave `nvme` out and, if there is any, room in host RAM for all else.
+    fn new(filler: &Filler, nvme: &[usize]) -> Option<Sums> {
         let saved = (0..filler.sizes.len()).filter(|&i| !filler.skip[i]);
-        let (may, must_not): (Vec<usize>, Vec<usize>) = saved.partition(|&i| filler.allowed[i].hbm);
+        let (may, must_not): (Vec<usize>, Vec<usize>) =
+            saved.partition(|&i| filler.allowed[i].hbm && !nvme.contains(&i));
         let (free, fixed): (Vec<usize>, Vec<usize>) = may.into_iter().partition(|&i| {
             filler.allowed[i].host && filler.host > 0 || filler.allowed[i].nvme && filler.nvme > 0
         });
@@ -207,11 +341,14 @@ impl Sums {
         let room = room.min(bytes);
         // Rounding sizes up keeps every filling allowed.
         let sizes: Vec<u64> = free.iter().map(|&i| filler.sizes[i]).collect();
-        let table = (room as u128 * (free.len() as u128 + 1)) >> TABLE_BITS;
+        let bits = if nvme.is_empty() { TABLE_BITS } else { COARSE_TABLE_BITS };
+        let table = (room as u128 * (free.len() as u128 + 1)) >> bits;
         let finest = (room >> ROW_BITS).max(u64::try_from(table).ok()?);
         let divisor = gcd(&sizes).max(1);
         let unit = divisor * finest.div_ceil(divisor).max(1);
-        let least = total.saturating_sub(filler.host.saturating_add(filler.nvme)).div_ceil(unit);
+        let on_nvme: u64 = nvme.iter().map(|&i| filler.sizes[i]).sum();
+        let elsewhere = filler.host.saturating_add(if nvme.is_empty() { filler.nvme } else { on_nvme });
+        let least = total.saturating_sub(elsewhere).div_ceil(unit);
         let room = room / unit;
         let words = (room / 64 + 1) as usize;
         let mut reachable = vec![vec![0u64; words]];

@@ -18,6 +18,9 @@ const MOST_LABELS: usize = 1_500_000;
 const BEAM: usize = 256;
 /// Sets this much dearer than the best one known, relative to it, are still of interest.
 const SLACK: f64 = 1e-3;
+/// Partial and complete sets that a listing may have.
+const MOST_NODES: usize = 2_000_000;
+const MOST_SETS: usize = 5_000;
 /// Complete sets handed out.
 const SETS: usize = 12;
 /// Prices of a byte, relative to the best one, at which completions are bounded.
@@ -124,6 +127,26 @@ impl Surrogate {
         Some(Relaxed { bound, sets })
     }
 
+    /// All sets of checkpoints that cost at least less than `limit`, best first; `None` where there are too many.
+    pub(crate) fn sets_below(&self, limit: f64) -> Option<Vec<Set>> {
+        let best_price = self.best_price()?;
+        let completions: Vec<Completion> =
+            PRICES.iter().map(|factor| self.completion(best_price * factor)).collect();
+        let mut search =
+            Listing { surrogate: self, completions: &completions, limit, nodes: 0, sets: vec![] };
+        let start = Label { cost: 0.0, bytes: 0, run: 0, parent: 0 };
+        search.extend(start, &mut Vec::new())?;
+        let mut sets = search.sets;
+        sets.sort_by(|a, b| a.at_least.total_cmp(&b.at_least));
+        Some(sets)
+    }
+
+    /// No completion of `label`, which has decided on the boundaries below `i`, costs less (ms).
+    fn at_least(&self, completions: &[Completion], i: usize, label: &Label) -> f64 {
+        let rest = |c: &Completion| c.price * label.bytes as f64 + c.charge + c.rest[i][label.run as usize];
+        label.cost + completions.iter().map(rest).fold(f64::NEG_INFINITY, f64::max)
+    }
+
     /// The best complete sets that cost at most `limit`, best first, keeping the `width` most promising partial sets of each boundary.
     /// `None` where there are too many, or too little time.
     fn pass(
@@ -133,11 +156,7 @@ impl Surrogate {
         width: usize,
         deadline: Option<Instant>,
     ) -> Option<Vec<Set>> {
-        let at_least = |i: usize, label: &Label| {
-            let rest =
-                |c: &Completion| c.price * label.bytes as f64 + c.charge + c.rest[i][label.run as usize];
-            label.cost + completions.iter().map(rest).fold(f64::NEG_INFINITY, f64::max)
-        };
+        let at_least = |i: usize, label: &Label| self.at_least(completions, i, label);
         let start = Label { cost: 0.0, bytes: 0, run: 0, parent: 0 };
         let mut stages: Vec<Vec<Label>> = vec![vec![start]];
         let mut kept = 0;
@@ -248,6 +267,41 @@ impl Surrogate {
             }
         }
         bytes
+    }
+}
+
+/// A search for all sets below a limit, depth first.
+struct Listing<'a> {
+    surrogate: &'a Surrogate,
+    completions: &'a [Completion],
+    limit: f64,
+    nodes: usize,
+    sets: Vec<Set>,
+}
+
+impl Listing<'_> {
+    /// Lists the completions of a partial set; `None` where there are too many.
+    fn extend(&mut self, label: Label, skip: &mut Vec<bool>) -> Option<()> {
+        self.nodes += 1;
+        if self.nodes > MOST_NODES {
+            return None;
+        }
+        let Some(boundary) = self.surrogate.boundaries.get(skip.len()) else {
+            let at_least = label.cost + self.surrogate.charge.at(label.bytes);
+            if at_least < self.limit {
+                self.sets.push(Set { at_least, skip: skip.clone() });
+            }
+            return (self.sets.len() <= MOST_SETS).then_some(());
+        };
+        let children: Vec<Label> = self.surrogate.children(&label, boundary, 0).collect();
+        for child in children {
+            if self.surrogate.at_least(self.completions, skip.len() + 1, &child) < self.limit {
+                skip.push(child.run > 0);
+                self.extend(child, skip)?;
+                skip.pop();
+            }
+        }
+        Some(())
     }
 }
 

@@ -2,15 +2,18 @@
 
 use std::time::{Duration, Instant};
 
-use lazy_model::{BoundaryIndex, CostChain, Locks, evaluate};
+use lazy_model::{BoundaryIndex, CostChain, Locks, Placement, evaluate};
 
 use crate::count_dp::{self, Counting};
-use crate::place::place;
+use crate::fit::every;
+use crate::place::{Filler, place};
 use crate::problem::Goal;
-use crate::search::{Found, Plan, search};
+use crate::search::{Found, Plan, search, tolerance};
 use crate::solve::{Method, TieBreak};
-use crate::surrogate::{Relaxed, Surrogate};
+use crate::surrogate::{Relaxed, Set, Surrogate};
 
+/// Sets of checkpoints placed before others are listed.
+const PLACED: usize = 5;
 /// Time for the program that places given checkpoints.
 const PLACING: Duration = Duration::from_secs(2);
 
@@ -40,22 +43,124 @@ pub(crate) fn weighted(chain: &CostChain, method: Method, deadline: Option<Insta
 fn by_surrogate(chain: &CostChain, deadline: Option<Instant>) -> (Found, Method) {
     let Some(surrogate) = Surrogate::new(chain) else { return (Found::Infeasible, Method::Surrogate) };
     let Some(relaxed) = surrogate.solve(deadline) else { return (Found::Infeasible, Method::Surrogate) };
-    let placed = placed(chain, &relaxed, deadline);
-    if let Some(plan) = placed.as_ref().filter(|plan| plan.proven) {
+    let filled = filled(chain, &relaxed, deadline);
+    let (settled, bound) = match filled {
+        Some(plan) if !plan.proven => settle(chain, &surrogate, plan, relaxed.bound, deadline),
+        other => (other, relaxed.bound),
+    };
+    if let Some(plan) = settled.as_ref().filter(|plan| plan.proven) {
         return (Found::Plan(Box::new(plan.clone())), Method::Surrogate);
     }
-    (better_of(search(chain, Goal::Cost, deadline), placed, relaxed.bound), Method::Mip)
+    (better_of(search(chain, Goal::Cost, deadline), settled, bound), Method::Mip)
 }
 
-/// The best plan for the relaxation's sets of checkpoints: without a program, and if that does not meet the bound, for the first
-/// set with one.
-fn placed(chain: &CostChain, relaxed: &Relaxed, deadline: Option<Instant>) -> Option<Plan> {
-    let mut best: Option<Plan> = None;
-    let cheaper = |plan: &Plan, best: &Option<Plan>| {
-        best.as_ref().is_none_or(|best| plan.evaluation.objective < best.evaluation.objective)
+/// Steps in which sets of checkpoints are listed, as parts of the gap.
+const STEPS: [f64; 5] = [0.01, 0.03, 0.1, 0.3, 1.0];
+/// Sets that may stay open before the listing ends.
+const MOST_OPEN: usize = 3;
+
+/// Lists the sets of checkpoints that could beat `plan`, cheapest first, and looks for the best placement of each. Gives the best plan
+/// and the bound.
+fn settle(
+    chain: &CostChain,
+    surrogate: &Surrogate,
+    mut plan: Plan,
+    bound: f64,
+    deadline: Option<Instant>,
+) -> (Option<Plan>, f64) {
+    let mut lowest = bound;
+    let mut open: Vec<f64> = vec![];
+    let mut seen = 0;
+    for step in STEPS {
+        let best = plan.evaluation.objective_ms;
+        let limit = bound + (best - bound) * step;
+        if plan.proven || limit <= lowest {
+            continue;
+        }
+        let Some(sets) = surrogate.sets_below(limit) else { break };
+        let mut reached = limit;
+        // The sets of the step before come first again.
+        for set in sets.iter().skip(seen) {
+            let late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            if late || open.len() > MOST_OPEN {
+                reached = set.at_least;
+                break;
+            }
+            seen += 1;
+            if let Some(at_least) = look(chain, set, &mut plan, deadline) {
+                open.push(at_least);
+            }
+        }
+        lowest = open.iter().copied().fold(reached, f64::min).max(bound);
+        let best = plan.evaluation.objective_ms;
+        lowest = lowest.min(best - tolerance(best) / 2.0).max(bound);
+        plan.bound = Some(lowest);
+        plan.prove(Goal::Cost);
+        if reached < limit {
+            break;
+        }
+    }
+    (Some(plan), lowest)
+}
+
+/// Looks for the best placement of one set of checkpoints, and takes it into `plan` if it is better. `None` where no placement of the set
+/// beats the plan then, else what one costs at least (ms).
+fn look(chain: &CostChain, set: &Set, plan: &mut Plan, deadline: Option<Instant>) -> Option<f64> {
+    let take = |plan: &mut Plan, placement: Vec<Placement>| {
+        if let Ok(evaluation) = evaluate(chain, &placement)
+            && evaluation.objective < plan.evaluation.objective
+        {
+            *plan = Plan::new(placement, evaluation, Goal::Cost, plan.bound);
+        }
     };
-    for set in &relaxed.sets {
-        if best.as_ref().is_some_and(|plan| plan.proven || plan.evaluation.objective_ms <= set.at_least) {
+    let filler = Filler::new(chain, &set.skip)?;
+    let at_least = filler.at_least()?.max(set.at_least);
+    let beaten = |plan: &Plan, value: f64| {
+        let best = plan.evaluation.objective_ms;
+        value >= best - tolerance(best) / 2.0
+    };
+    if beaten(plan, at_least) {
+        return None;
+    }
+    let fit = every(&filler, plan.evaluation.objective_ms, deadline);
+    if let Some((_, placement)) = fit.better {
+        take(plan, placement);
+    }
+    if fit.exact {
+        return None;
+    }
+    if let Some((placement, _)) = place(chain, &set.skip, at_least, deadline) {
+        take(plan, placement);
+    }
+    if beaten(plan, at_least) {
+        return None;
+    }
+    match search(&with_checkpoints(chain, &set.skip), Goal::Cost, Some(soon(deadline))) {
+        Found::Plan(found) => {
+            let least = found.bound.map_or(at_least, |bound| bound.max(at_least));
+            take(plan, found.placement);
+            (!beaten(plan, least)).then_some(least)
+        }
+        Found::Infeasible => None,
+        Found::OutOfTime { bound } => Some(bound.map_or(at_least, |bound| bound.max(at_least))),
+        Found::Failed(_) => Some(at_least),
+    }
+}
+
+fn cheaper(plan: &Plan, best: &Option<Plan>) -> bool {
+    best.as_ref().is_none_or(|best| plan.evaluation.objective < best.evaluation.objective)
+}
+
+/// The best plan for the relaxation's sets of checkpoints, found without a program.
+fn filled(chain: &CostChain, relaxed: &Relaxed, deadline: Option<Instant>) -> Option<Plan> {
+    let mut best: Option<Plan> = None;
+    let refined =
+        |set: &Set| -> Option<f64> { Some(Filler::new(chain, &set.skip)?.at_least()?.max(set.at_least)) };
+    let mut sets: Vec<(f64, &Set)> =
+        relaxed.sets.iter().filter_map(|set| Some((refined(set)?, set))).collect();
+    sets.sort_by(|a, b| a.0.total_cmp(&b.0));
+    for (at_least, set) in sets.into_iter().take(PLACED) {
+        if best.as_ref().is_some_and(|plan| plan.proven || plan.evaluation.objective_ms <= at_least) {
             break;
         }
         if let Some((placement, evaluation)) = place(chain, &set.skip, relaxed.bound, deadline) {
@@ -64,15 +169,6 @@ fn placed(chain: &CostChain, relaxed: &Relaxed, deadline: Option<Instant>) -> Op
                 best = Some(plan);
             }
         }
-    }
-    if best.as_ref().is_some_and(|plan| plan.proven) {
-        return best;
-    }
-    let locked = with_checkpoints(chain, &relaxed.sets.first()?.skip);
-    if let Found::Plan(plan) = search(&locked, Goal::Cost, Some(soon(deadline)))
-        && cheaper(&plan, &best)
-    {
-        best = Some(Plan::new(plan.placement, plan.evaluation, Goal::Cost, Some(relaxed.bound)));
     }
     best
 }

@@ -276,7 +276,8 @@ fn no_placement_of_a_random_chain_is_cheaper_than_the_solvers() {
     // The sample is worth something only if it reaches the interesting corners.
     let twentieth = cases / 20;
     assert!(infeasible > twentieth && exposed > twentieth && all_tiers > twentieth / 2);
-    assert!(methods.iter().all(|m| *m > twentieth), "{methods:?}");
+    // The whole program is a last resort; the next test asks for it.
+    assert!(methods[0] > twentieth && methods[1] > twentieth && methods[2] > 0, "{methods:?}");
 }
 
 #[test]

@@ -1,11 +1,15 @@
 //! Seconds to the proven optimum, beside the same chains in other solvers; prints the rows that `cargo xtask bench` shows.
 //!
-//! Flags: `--seeds N` chains of each kind and size (20), `--rounds N` timings of each published chain (5), `--peer-limit-s S` for
-//! each run of another solver (20; 0: none). Peers that are not installed are left out: the program `cbc`, and python3 with
+//! Without flags a sample that takes about five minutes; `--full` runs 20 chains of each kind and size and all keep chains. `--seeds N`
+//! sets the chains of each kind and size, `--rounds N` the timings of each published chain (5), `--peer-limit-s S` the limit of
+//! each run of another solver (5, full: 20; 0: none). Peers that are not installed are left out: the program `cbc`, and python3 with
 //! `pyscipopt` and `highspy`. They solve the program as one would first write it, on one thread.
 
 mod generate;
+#[path = "../../../tests/common/keep_chains.rs"]
+mod keep_chains;
 mod naive;
+mod others;
 mod peers;
 
 use std::collections::BTreeMap;
@@ -29,8 +33,10 @@ const GOALS: [(&str, Method, f64); 3] = [
     ("doc_cpu14_free", Method::Auto, 0.005),
     ("uniform128", Method::Auto, 1.0),
 ];
-/// Layers, and seconds within which most generated chains of that size should be proven.
-const SIZES: [(usize, f64); 3] = [(64, 1.0), (128, 3.0), (256, 10.0)];
+/// Layers, seconds within which most generated chains of that size should be proven, and chains of each kind in a sample.
+const SIZES: [(usize, f64, u64); 3] = [(64, 1.0, 8), (128, 3.0, 5), (256, 10.0, 3)];
+/// Chains of each kind and size in a full run.
+const FULL: u64 = 20;
 /// Share of seeds to be proven in that time (%); gap allowed to the rest (%), and when it is measured (s).
 const PROVEN: f64 = 80.0;
 const GAP: f64 = 0.1;
@@ -38,8 +44,10 @@ const LATEST: f64 = 30.0;
 
 fn main() -> Outcome<()> {
     let flags = flags()?;
-    let (seeds, rounds) = (flags["--seeds"] as u64, flags["--rounds"] as usize);
-    let peers = Peer::available(flags["--peer-limit-s"]);
+    let flag = |name: &str| flags.get(name).copied();
+    let full = flag("--full").is_some();
+    let rounds = flag("--rounds").unwrap_or(5.0) as usize;
+    let peers = Peer::available(flag("--peer-limit-s").unwrap_or(if full { 20.0 } else { 5.0 }));
     let published = published()?;
     let mut rows = Vec::new();
     for (name, chain, expected) in &published {
@@ -50,7 +58,12 @@ fn main() -> Outcome<()> {
     for (name, chain, _) in published.iter().filter(|(name, ..)| GOALS.iter().any(|goal| goal.0 == name)) {
         rows.extend(peer_rows(name, chain, &peers)?);
     }
-    for (layers, seconds) in SIZES {
+    rows.push(others::simulation_row()?);
+    rows.push(others::config_row()?);
+    rows.extend(others::ranks_rows()?);
+    rows.extend(others::keep_rows(if full { 1 } else { 4 })?);
+    for (layers, seconds, sample) in SIZES {
+        let seeds = flag("--seeds").map_or(if full { FULL } else { sample }, |seeds| seeds as u64);
         for kind in Kind::ALL {
             rows.extend(generated_rows(kind, layers, seconds, seeds)?);
         }
@@ -63,14 +76,20 @@ fn main() -> Outcome<()> {
     std::io::stdout().write_all(text.as_bytes()).map_err(|error| format!("cannot print: {error}"))
 }
 
-fn flags() -> Outcome<BTreeMap<&'static str, f64>> {
-    let mut flags = BTreeMap::from([("--seeds", 20.0), ("--rounds", 5.0), ("--peer-limit-s", 20.0)]);
+/// The flags given, and their values.
+fn flags() -> Outcome<BTreeMap<String, f64>> {
+    let mut flags = BTreeMap::new();
     let mut args = std::env::args().skip(1);
     while let Some(flag) = args.next() {
-        let known = flags.iter_mut().find(|(name, _)| **name == flag);
-        let (_, value) = known.ok_or_else(|| format!("no flag `{flag}`: see the page of bench-solver"))?;
-        let given = args.next().and_then(|text| text.parse::<f64>().ok()).filter(|given| *given >= 0.0);
-        *value = given.ok_or_else(|| format!("`{flag}` needs a number of 0 or more"))?;
+        let value = match flag.as_str() {
+            "--full" => Some(1.0),
+            "--seeds" | "--rounds" | "--peer-limit-s" => {
+                args.next().and_then(|text| text.parse::<f64>().ok()).filter(|given| *given >= 0.0)
+            }
+            _ => return Err(format!("no flag `{flag}`: see the page of bench-solver")),
+        };
+        let value = value.ok_or_else(|| format!("`{flag}` needs a number of 0 or more"))?;
+        flags.insert(flag, value);
     }
     Ok(flags)
 }

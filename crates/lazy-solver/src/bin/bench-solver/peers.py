@@ -1,6 +1,7 @@
 """Solves an LP file with SCIP or HiGHS on one thread to gap 0: prints status, seconds and relative gap as JSON."""
 
 import json
+import math
 import sys
 import time
 
@@ -31,4 +32,7 @@ else:
     seconds = time.time() - start
     optimal = model.getModelStatus() == highspy.HighsModelStatus.kOptimal
     gap = model.getInfo().mip_gap
-print(json.dumps({"optimal": optimal, "seconds": seconds, "gap": gap if gap < 1e9 else None}))
+# The solvers print notes of their own: ours stands on a line by itself. JSON knows no infinite numbers.
+gap = gap if math.isfinite(gap) and gap < 1e9 else None
+print()
+print(json.dumps({"optimal": optimal, "seconds": seconds, "gap": gap}), flush=True)

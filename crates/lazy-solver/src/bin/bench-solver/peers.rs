@@ -98,8 +98,9 @@ impl Peer {
         let mut command = Command::new("python3");
         command.args(["-c", SCRIPT, solver]).arg(file).arg(self.limit.to_string());
         let answer = output(&mut command)?;
-        let answer: Value = serde_json::from_str(answer.lines().last().unwrap_or_default())
-            .map_err(|error| format!("{} printed no JSON: {error}", self.name()))?;
+        let answer: Value =
+            serde_json::from_str(answer.lines().rfind(|line| line.starts_with('{')).unwrap_or_default())
+                .map_err(|error| format!("{} printed no JSON: {error}", self.name()))?;
         Ok(Theirs {
             seconds: answer["seconds"].as_f64().unwrap_or(self.limit),
             optimal: answer["optimal"] == true,
