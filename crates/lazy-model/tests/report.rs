@@ -108,7 +108,7 @@ fn losses_peaks_facts_and_tiles_are_those_given() {
         "From 5.500 to 3.125 in 4 steps.",
         "not drawn: 1",
         "unigram entropy 3.250",
-        "peak measured 2.000 MiB · promised 3.000 MiB · budget 4.000 MiB",
+        "peak measured 2.000 MiB · promised 3.000 MiB · room 4.000 MiB",
     ] {
         assert!(html.contains(wanted), "{wanted}");
     }

@@ -142,18 +142,18 @@ impl Console {
             value.map_or_else(|| "-".to_owned(), |v| format!("{v:.digits$}"))
         };
         self.line(&format!(
-            "{} steps: loss {} at first, {} over the last 20; knowing only how often each byte occurs gives {:.4}",
+            "{} steps: loss {} at first, {} over the last {}; knowing only how often each byte occurs gives {:.4}",
             s.steps,
             number(s.loss_first.map(f64::from), 4),
             number(s.loss_last_20, 4),
+            s.steps.min(20),
             s.unigram_entropy
         ));
-        self.line(&format!(
-            "step: {:.4} s promised, {} s measured, {} tokens/s",
-            s.predicted_step_s,
-            number(s.measured_step_s, 4),
-            number(s.tokens_per_s, 0)
-        ));
+        let measured = match (s.measured_step_s, s.tokens_per_s) {
+            (Some(step), Some(tokens)) => format!("{step:.4} s measured, {tokens:.0} tokens/s"),
+            _ => "too few steps to measure one".into(),
+        };
+        self.line(&format!("step: {:.4} s promised, {measured}", s.predicted_step_s));
         self.line(&format!(
             "spill: {}; weights {}",
             s.nvme_mode,

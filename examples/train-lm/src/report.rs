@@ -126,7 +126,7 @@ impl Inputs<'_> {
         };
         vec![
             Headline {
-                label: "Loss, last 20 steps".into(),
+                label: format!("Loss, last {} steps", s.steps.min(20)),
                 value: value(s.loss_last_20, 3, ""),
                 note: format!("{:.3} without context", s.unigram_entropy),
             },
