@@ -104,13 +104,18 @@ impl Inputs<'_> {
             ),
             fact(
                 "Read-ahead",
-                format!("{} block(s) before the one that needs it", self.schedule.execution.prefetch),
+                match &self.schedule.transfers {
+                    Some(_) => "each boundary at its planned position".into(),
+                    None => {
+                        format!("{} block(s) before the one that needs it", self.schedule.execution.prefetch)
+                    }
+                },
             ),
             fact("Spill files", self.summary.nvme_mode.clone()),
             fact(
                 "Always there",
                 format!(
-                    "{} of HBM (weights, gradients, one layer at work), {} of host RAM (the optimizer's ring)",
+                    "{} of HBM (weights, gradients), {} of host RAM (the optimizer's ring)",
                     self.base(Tier::Hbm),
                     self.base(Tier::Host)
                 ),
