@@ -193,6 +193,7 @@ impl Problem {
         self.mip.constant += weight * rooms.overflow;
         let exposed = self.mip.real(weight);
         self.exposed.push(exposed);
+        let one_size = self.sizes[0] > 0 && self.sizes.iter().all(|size| *size == self.sizes[0]);
         let mut demand = 0.0;
         let mut tail: Vec<(Column, f64)> = vec![(exposed, 1.0)];
         // Boundaries enter in index order, so each suffix of windows is a suffix of boundaries.
@@ -203,9 +204,27 @@ impl Problem {
             let last_of_window = i == 0 || link.first(i - 1, n) < w;
             if last_of_window && demand > rooms.from[w] {
                 self.mip.row(tail.clone(), -rooms.from[w], f64::INFINITY);
+                if one_size {
+                    self.whole_transfers_row(&tail, ms, rooms.from[w]);
+                }
             }
         }
         Some(())
+    }
+
+    /// Where every transfer takes `ms`, `room` holds whole ones only: of those in `tail`, `floor(room / ms)` are hidden, and each
+    /// further one exposes at least what is missing to the next whole one. Mixed-integer rounding of the suffix's own row; CBC does not
+    /// find it by itself.
+    fn whole_transfers_row(&mut self, tail: &[(Column, f64)], ms: f64, room: f64) {
+        let whole = (room / ms).floor();
+        let missing = ms * (whole + 1.0) - room;
+        // Next to nothing is missing: the row's coefficient would be out of all proportion, and it would say little.
+        if missing < 1e-3 * ms {
+            return;
+        }
+        let terms =
+            tail.iter().map(|&(column, weight)| (column, if weight > 0.0 { 1.0 / missing } else { -1.0 }));
+        self.mip.row(terms.collect(), -whole, f64::INFINITY);
     }
 
     /// Recompute and exposed time together take at most `limit` ms.
