@@ -10,6 +10,10 @@ use crate::cbc::WHOLE;
 use crate::link::Link;
 use crate::mip::{Column, Mip};
 
+/// Longer chains go without the rows of whole transfers: these are as dense as the suffixes' own, and CBC's first relaxation, during which
+/// it does not look at the clock, takes far longer with twice as many.
+const MOST_LAYERS_ROUNDED: usize = 300;
+
 /// What is minimised.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Goal {
@@ -193,7 +197,8 @@ impl Problem {
         self.mip.constant += weight * rooms.overflow;
         let exposed = self.mip.real(weight);
         self.exposed.push(exposed);
-        let one_size = self.sizes[0] > 0 && self.sizes.iter().all(|size| *size == self.sizes[0]);
+        let equal = self.sizes[0] > 0 && self.sizes.iter().all(|size| *size == self.sizes[0]);
+        let one_size = equal && n <= MOST_LAYERS_ROUNDED;
         let mut demand = 0.0;
         let mut tail: Vec<(Column, f64)> = vec![(exposed, 1.0)];
         // Boundaries enter in index order, so each suffix of windows is a suffix of boundaries.
