@@ -28,7 +28,7 @@ use crate::settings::{Settings, TrainArgs};
 use crate::stop;
 
 /// Steps of a run that is not told how many.
-const DEFAULT_STEPS: u64 = 100;
+const DEFAULT_STEPS: u64 = 125;
 /// Learning-rate groups: matrices, and vectors, which are not decayed.
 const GROUPS: usize = 2;
 
