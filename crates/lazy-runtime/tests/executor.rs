@@ -9,7 +9,7 @@ use lazy_model::{Bytes, LayerIndex, Placement, StepPlan, Tier};
 use lazy_runtime::{
     Context, Epilogue, Executor, Gradients, Layer, LayerError, Phase, Prologue, RuntimeError, Saved,
 };
-use lazy_store::{BackendChoice, DirectChoice, NvmeOptions, QueueOrder, Store, StoreOptions};
+use lazy_store::{NvmeOptions, QueueOrder, Store, StoreOptions};
 use proptest::prelude::*;
 
 const WIDTH: usize = 1500;
@@ -214,12 +214,7 @@ fn plan(letters: &str, prefetch: usize) -> StepPlan {
 
 /// A store with exactly what the plan promises to need, released memory poisoned.
 fn store(plan: &StepPlan, order: QueueOrder, dir: &Path) -> Store {
-    let nvme = (plan.extents.nvme > Bytes::ZERO).then(|| NvmeOptions {
-        dir: dir.to_owned(),
-        bytes: plan.extents.nvme,
-        backend: BackendChoice::Auto,
-        direct: DirectChoice::Auto,
-    });
+    let nvme = (plan.extents.nvme > Bytes::ZERO).then(|| NvmeOptions::new(dir, plan.extents.nvme));
     let options = StoreOptions {
         hbm: plan.extents.hbm,
         host: plan.extents.host,

@@ -254,6 +254,51 @@ pub enum StoreError {
         /// Why it cannot be had, and the remedy.
         reason: String,
     },
+    /// Bytes came back from NVMe other than they were written.
+    #[error(
+        "{path} gave back other bytes than were written to it: checksum {wanted:08x} expected, {got:08x} found at offset {offset} \
+         ({bytes}), in the extent at {extent} of the nvme tier; the drive, its cable or the memory is failing: check \
+         them before the run goes on",
+        path = path.display()
+    )]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// Where in the file the piece begins.
+        offset: u64,
+        /// Length of the piece.
+        bytes: Bytes,
+        /// Where its extent begins in the NVMe tier.
+        extent: u64,
+        /// CRC32C of what was written.
+        wanted: u32,
+        /// CRC32C of what was read.
+        got: u32,
+    },
+    /// The host budget does not hold the staging memory.
+    #[error(
+        "the host budget of {budget} does not hold {staging} of staging for NVMe; raise the budget or lower the staging"
+    )]
+    StagingOverBudget {
+        /// Staging memory asked for.
+        staging: Bytes,
+        /// The host tier's budget.
+        budget: Bytes,
+    },
+    /// A copy between HBM and NVMe in a store that was opened without staging.
+    #[error(
+        "the store was opened without staging for NVMe, so hbm and nvme are not connected; ask for some (`NvmeOptions::staging`)"
+    )]
+    NoStaging,
+    /// A device could not copy to or from the staging memory.
+    #[error("the device's copy to or from the staging memory for NVMe failed: {source}")]
+    Staged {
+        /// What the device said.
+        source: BoxError,
+    },
+    /// No folder was given for the spill files.
+    #[error("the nvme tier has no folder for its spill file; name at least one in `NvmeOptions::dirs`")]
+    NoSpillDir,
     /// `O_DIRECT` was required and cannot be had.
     #[error(
         "O_DIRECT was required and cannot be had in {path}: {reason}; choose a folder on a local disk, or allow \
@@ -297,6 +342,10 @@ pub enum StoreError {
 }
 
 impl StoreError {
+    pub(crate) fn staged(source: BoxError) -> Self {
+        StoreError::Staged { source }
+    }
+
     /// Wraps an error of a call on a file or folder.
     pub(crate) fn file(op: &'static str, path: &Path, source: impl Into<io::Error>) -> Self {
         StoreError::File { op, path: path.to_owned(), source: source.into() }

@@ -89,6 +89,7 @@ pub use lazy_model::{
 pub use links::MeasuredRates;
 pub use memory::Access;
 pub use options::{
-    Backend, BackendChoice, DirectChoice, LinkLimits, NvmeMode, NvmeOptions, QueueOrder, StoreOptions,
+    Backend, BackendChoice, BoundaryRecord, BoundarySide, Checksum, DirectChoice, DriveReport, LinkLimits,
+    NvmeMode, NvmeOptions, QueueOrder, StoreOptions, Traffic, ValueStats,
 };
 pub use store::{Event, Extent, MEMORY_ALIGNMENT, Store, Submission};

@@ -5,6 +5,7 @@ use std::time::Instant;
 use lazy_model::{Bytes, BytesPerSecond, Lane, Tier};
 
 use crate::error::StoreError;
+use crate::spill::HostCopy;
 use crate::store::{Event, Extent, Store, Submission};
 
 /// Copies timed for each link; the median of them is reported.
@@ -30,16 +31,20 @@ fn link(from: Tier, to: Tier) -> Option<Lane> {
         (Tier::Host, Tier::Hbm) => Some(Lane::H2d),
         (Tier::Host, Tier::Nvme) => Some(Lane::NvmeWrite),
         (Tier::Nvme, Tier::Host) => Some(Lane::NvmeRead),
+        // Through the staging ring, where the store has one.
+        (Tier::Hbm, Tier::Nvme) => Some(Lane::NvmeWrite),
+        (Tier::Nvme, Tier::Hbm) => Some(Lane::NvmeRead),
         _ => None,
     }
 }
 
 impl Store {
-    /// Queues a copy of all of `src` to `dst`, two equally long extents of neighbouring tiers, on the lane of that link.
+    /// Queues a copy of all of `src` to `dst`, two equally long extents of different tiers, on the lane of that link. Copies
+    /// between HBM and NVMe pass through the staging ring ([`NvmeOptions::staging`](crate::NvmeOptions::staging)).
     ///
     /// # Errors
     ///
-    /// [`StoreError::NoLink`], [`StoreError::CopyLength`], and those of [`Store::submit`].
+    /// [`StoreError::NoLink`], [`StoreError::NoStaging`], [`StoreError::CopyLength`], and those of [`Store::submit`].
     pub fn copy(
         &self,
         name: impl Into<String>,
@@ -55,7 +60,24 @@ impl Store {
         let (reads, writes) = ([src], [dst]);
         let task = Submission { reads: &reads, writes: &writes, after, bytes: src.bytes(), lane, name };
         let spill = self.inner().spill.clone();
+        if [from, to].contains(&Tier::Hbm)
+            && spill.as_ref().is_some_and(|s| [from, to].contains(&Tier::Nvme) && s.staging() == Bytes::ZERO)
+        {
+            return Err(StoreError::NoStaging);
+        }
         match (lane, spill) {
+            (Lane::NvmeWrite, Some(spill)) if from == Tier::Hbm => {
+                let (offset, len) = (dst.offset(), dst.bytes().get());
+                self.enqueue(task, move |access| {
+                    Ok(spill.write_staged(offset, len, &mut HostCopy::Out(access.read(0)))?)
+                })
+            }
+            (Lane::NvmeRead, Some(spill)) if to == Tier::Hbm => {
+                let (offset, len) = (src.offset(), src.bytes().get());
+                self.enqueue(task, move |access| {
+                    Ok(spill.read_staged(offset, len, &mut HostCopy::In(access.write(0)))?)
+                })
+            }
             (Lane::NvmeWrite, Some(spill)) => {
                 let offset = dst.offset();
                 self.enqueue(task, move |access| Ok(spill.write(offset, access.read(0))?))

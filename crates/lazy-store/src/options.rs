@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use lazy_model::{Bytes, BytesPerSecond};
+use lazy_model::{Bytes, BytesPerSecond, Seconds};
 
 /// How to open a store. Budgets are hard limits.
 #[derive(Clone, Debug, Default)]
@@ -34,17 +34,61 @@ pub enum QueueOrder {
     Seeded(u64),
 }
 
-/// The spill file of a store.
+/// The NVMe tier of a store: one spill file, or one a drive.
+///
+/// ```
+/// use lazy_store::{Bytes, Checksum, NvmeOptions};
+///
+/// let options = NvmeOptions { checksum: Checksum::Crc32c, ..NvmeOptions::new("/mnt/nvme/scratch", Bytes::from_gib(100.0)) };
+/// assert_eq!(options.dirs.len(), 1);
+/// ```
 #[derive(Clone, Debug)]
 pub struct NvmeOptions {
-    /// Folder for the spill file of this run; made, private to the user, if absent.
-    pub dir: PathBuf,
-    /// Size of the spill file, allocated at open.
+    /// Folders for the spill files of this run, one a drive; each is made, private to the user, if absent. Extents are
+    /// striped over them, a request to each in turn.
+    pub dirs: Vec<PathBuf>,
+    /// Size of the tier, allocated at open: that of all spill files together.
     pub bytes: Bytes,
     /// The I/O back end.
     pub backend: BackendChoice,
     /// Whether to bypass the page cache.
     pub direct: DirectChoice,
+    /// Whether what is read is compared with what was written.
+    pub checksum: Checksum,
+    /// What each drive's maker warrants to be written to it in its life (TBW), for the estimate in [`DriveReport`].
+    pub tbw: Option<Bytes>,
+    /// Memory for copies between HBM and NVMe that pass through no host extent, charged to the host budget; zero for no
+    /// such copies. Half of it serves each direction, in slots of one request.
+    pub staging: Bytes,
+    /// Keep a [`BoundaryRecord`] of every extent before it is written and after it was read back: much slower, and meant
+    /// for finding out which copy changed a value.
+    pub debug_boundaries: bool,
+}
+
+impl NvmeOptions {
+    /// One spill file of `bytes` in `dir`, with the best back end and cache mode to be had, no checksums and no staging.
+    pub fn new(dir: impl Into<PathBuf>, bytes: Bytes) -> Self {
+        NvmeOptions {
+            dirs: vec![dir.into()],
+            bytes,
+            backend: BackendChoice::Auto,
+            direct: DirectChoice::Auto,
+            checksum: Checksum::Off,
+            tbw: None,
+            staging: Bytes::ZERO,
+            debug_boundaries: false,
+        }
+    }
+}
+
+/// What protects extents on NVMe.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Checksum {
+    /// Nothing but the drive's own means.
+    #[default]
+    Off,
+    /// CRC32C of each request, computed while others are in flight, kept in memory, and compared after each read.
+    Crc32c,
 }
 
 /// Rates of the host device's links. A transfer takes at least its bytes divided by the rate.
@@ -68,8 +112,10 @@ pub enum BackendChoice {
     Auto,
     /// io_uring or an error.
     Uring,
-    /// Positioned reads and writes.
+    /// A pool of threads with positioned reads and writes.
     Posix,
+    /// cuFile (GPUDirect Storage), direct or in compatibility mode, or an error; the mode says which.
+    Cufile,
 }
 
 /// Whether files bypass the page cache.
@@ -104,10 +150,14 @@ impl Default for IoOptions {
 /// The I/O back end obtained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
-    /// io_uring, without registered buffers.
+    /// io_uring; [`NvmeMode`] says whether files and buffers are registered.
     Uring,
-    /// Positioned reads and writes (`pread`, `pwrite`).
+    /// A pool of threads with positioned reads and writes (`pread`, `pwrite`).
     Posix,
+    /// cuFile, from the drive to the GPU without host memory in between.
+    CufileDirect,
+    /// cuFile in compatibility mode: through host memory of its own.
+    CufileCompat,
 }
 
 impl fmt::Display for Backend {
@@ -115,6 +165,8 @@ impl fmt::Display for Backend {
         f.write_str(match self {
             Backend::Uring => "io_uring",
             Backend::Posix => "pread/pwrite",
+            Backend::CufileDirect => "cuFile, direct",
+            Backend::CufileCompat => "cuFile, compatibility mode",
         })
     }
 }
@@ -135,18 +187,106 @@ pub struct NvmeMode {
     pub alignment: usize,
     /// Smallest multiple for offsets, lengths and addresses that the file system takes; 1 for buffered files.
     pub granularity: usize,
+    /// Whether the kernel holds the files open for its requests (io_uring's registered files).
+    pub registered_files: bool,
+    /// Whether the kernel holds the memory of transfers pinned: the host arena and the staging ring, or for cuFile the
+    /// arena in HBM.
+    pub registered_buffers: bool,
     /// Name of the file system, where known.
     pub filesystem: &'static str,
-    /// Why something less than the best was taken, one entry for each fall back of an `Auto` choice.
+    /// Why something less than the best was taken, one entry each.
     pub fallbacks: Vec<String>,
 }
 
 impl fmt::Display for NvmeMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, {}", self.backend, if self.direct { "O_DIRECT" } else { "buffered" })?;
+        let registered = [(self.registered_files, "files"), (self.registered_buffers, "buffers")];
+        let registered: Vec<&str> = registered.into_iter().filter(|r| r.0).map(|r| r.1).collect();
+        if !registered.is_empty() {
+            write!(f, ", registered {}", registered.join(" and "))?;
+        }
         if !self.fallbacks.is_empty() {
             write!(f, " ({})", self.fallbacks.join("; "))?;
         }
         Ok(())
     }
+}
+
+/// Bytes moved to or from one drive, and the time it took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Traffic {
+    /// Bytes of completed requests.
+    pub bytes: Bytes,
+    /// Time in which at least one request of this direction was in flight on this drive.
+    pub busy: Seconds,
+}
+
+impl Traffic {
+    /// Bytes a busy second, once there were any.
+    pub fn rate(&self) -> Option<BytesPerSecond> {
+        (self.bytes > Bytes::ZERO && self.busy.get() > 0.0)
+            .then(|| BytesPerSecond(self.bytes.get() as f64 / self.busy.get()))
+    }
+}
+
+/// What one drive of the NVMe tier did.
+#[derive(Clone, Debug)]
+pub struct DriveReport {
+    /// The folder of its spill file.
+    pub dir: PathBuf,
+    /// How its file is read and written, and on which file system.
+    pub mode: NvmeMode,
+    /// Written since the step began.
+    pub step_written: Traffic,
+    /// Read since the step began.
+    pub step_read: Traffic,
+    /// Written since the store was opened.
+    pub written: Traffic,
+    /// Read since the store was opened.
+    pub read: Traffic,
+    /// In one direction at least, its rate in this run is less than half of that of the fastest drive.
+    pub slow: bool,
+    /// Estimate of the share of [`NvmeOptions::tbw`] that this run's writes used: bytes written over that figure. What
+    /// the drive writes on its own account (its write amplification) comes on top.
+    pub tbw_used: Option<f64>,
+}
+
+/// Which side of a copy a [`BoundaryRecord`] was taken on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BoundarySide {
+    /// Of the bytes about to be written to NVMe.
+    BeforeWrite,
+    /// Of the bytes just read back.
+    AfterRead,
+}
+
+/// Values of an extent as numbers of one format. A trailing part of a number is left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ValueStats {
+    /// How many there are.
+    pub count: u64,
+    /// How many of them are finite.
+    pub finite: u64,
+    /// Largest magnitude among the finite ones.
+    pub abs_max: f64,
+    /// Mean magnitude of the finite ones.
+    pub abs_mean: f64,
+}
+
+/// What an extent held on one side of a copy to or from NVMe: see [`NvmeOptions::debug_boundaries`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct BoundaryRecord {
+    /// Which side.
+    pub side: BoundarySide,
+    /// Where the extent begins in the NVMe tier.
+    pub offset: u64,
+    /// Its length.
+    pub bytes: Bytes,
+    /// CRC32C of its bytes.
+    pub checksum: u32,
+    /// The bytes as `f32`.
+    pub f32: ValueStats,
+    /// The bytes as `bf16`.
+    pub bf16: ValueStats,
 }

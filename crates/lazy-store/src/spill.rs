@@ -11,14 +11,52 @@ use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::buffer::AlignedBuf;
-use crate::error::StoreError;
+use crate::error::{BoxError, StoreError};
 use crate::io::{Buffer, OpenFile, Queue, fs, probe, transfer};
-use crate::options::{NvmeMode, NvmeOptions};
+use crate::options::{BoundaryRecord, Checksum, DriveReport, NvmeMode, NvmeOptions};
+use crate::store::Store;
 
 /// Requests in flight at once in each direction.
 const DEPTH: usize = 16;
 /// Length of the buffer through which bytes go that a direct request cannot take where they lie.
 const BOUNCE: usize = 4 << 20;
+
+/// Copies between a device's memory and a staging slot in host memory, on a stream of its own. The slot belongs to the copy
+/// from `start` until `wait` returns; slots are numbered below [`Spill::staging_slots`], and each has at most one copy
+/// under way.
+pub(crate) trait StagedCopy {
+    /// Starts the copy of `staging.len()` bytes at position `at` of the extent: into the slot for a write to NVMe, out of it
+    /// for a read.
+    fn start(&mut self, slot: usize, at: u64, staging: &mut [u8]) -> Result<(), BoxError>;
+
+    /// Waits for the copy that was started with that slot.
+    fn wait(&mut self, slot: usize) -> Result<(), BoxError>;
+}
+
+/// The copies of the host device, whose HBM is memory like any other.
+pub(crate) enum HostCopy<'a> {
+    /// Out of these bytes, into slots.
+    Out(&'a [u8]),
+    /// Out of slots, into these bytes.
+    In(&'a mut [u8]),
+}
+
+impl StagedCopy for HostCopy<'_> {
+    fn start(&mut self, _slot: usize, at: u64, staging: &mut [u8]) -> Result<(), BoxError> {
+        let range = at as usize..at as usize + staging.len();
+        match self {
+            HostCopy::Out(bytes) => staging.copy_from_slice(bytes.get(range).ok_or(OUTSIDE)?),
+            HostCopy::In(bytes) => bytes.get_mut(range).ok_or(OUTSIDE)?.copy_from_slice(staging),
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, _slot: usize) -> Result<(), BoxError> {
+        Ok(())
+    }
+}
+
+const OUTSIDE: &str = "a piece lies outside the extent";
 
 /// A preallocated file, written by one lane and read by another.
 pub(crate) struct Spill {
@@ -27,6 +65,7 @@ pub(crate) struct Spill {
     writer: Mutex<Direction>,
     reader: Mutex<Direction>,
     removed: AtomicBool,
+    staging: Bytes,
 }
 
 /// What one lane's worker needs.
@@ -46,8 +85,14 @@ impl Spill {
         wrap: impl Fn(Box<dyn Queue>) -> Box<dyn Queue>,
     ) -> Result<Self, StoreError> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
-        make_private_dir(&options.dir)?;
-        let mode = probe::settle(&options.dir, options.backend, options.direct)?;
+        let dir = options.dirs.first().ok_or(StoreError::NoSpillDir)?;
+        if options.dirs.len() > 1 || options.checksum != Checksum::Off || options.debug_boundaries {
+            let (asked, reason) =
+                ("several drives, checksums or records of boundaries", "not yet".to_owned());
+            return Err(StoreError::BackendRefused { asked, reason });
+        }
+        make_private_dir(dir)?;
+        let mode = probe::settle(dir, options.backend, options.direct)?;
         let direction = || {
             let queue = probe::queue(mode.backend, DEPTH)
                 .map_err(|reason| StoreError::BackendRefused { asked: "the probed back end", reason })?;
@@ -58,7 +103,7 @@ impl Spill {
         let len = options.bytes.align_up(mode.alignment as u64);
         let (file, path) = loop {
             let count = COUNT.fetch_add(1, Ordering::Relaxed);
-            let path = options.dir.join(format!("spill-{}-{count}", std::process::id()));
+            let path = dir.join(format!("spill-{}-{count}", std::process::id()));
             match create(&path, len, mode.direct) {
                 // Left by a killed process of our number.
                 Err(StoreError::Exists { .. }) => {}
@@ -67,7 +112,7 @@ impl Spill {
             }
         };
         let file = OpenFile { file, path, granularity: mode.granularity };
-        Ok(Spill { file, mode, writer, reader, removed: AtomicBool::new(false) })
+        Ok(Spill { file, mode, writer, reader, removed: AtomicBool::new(false), staging: options.staging })
     }
 
     pub(crate) fn mode(&self) -> &NvmeMode {
@@ -115,6 +160,72 @@ impl Spill {
             at += padded as u64;
         }
         Ok(())
+    }
+
+    /// The staging memory that was asked for, to be charged to the host budget.
+    pub(crate) fn staging(&self) -> Bytes {
+        self.staging
+    }
+
+    #[allow(dead_code, reason = "for devices that pin it")]
+    /// Slots of the staging memory, both directions together.
+    pub(crate) fn staging_slots(&self) -> usize {
+        2
+    }
+
+    #[allow(dead_code, reason = "for devices that pin it")]
+    /// Address and length of the staging memory, page-aligned, so that a device can pin it.
+    pub(crate) fn staging_region(&self) -> (*mut u8, usize) {
+        (std::ptr::null_mut(), 0)
+    }
+
+    /// Writes `len` bytes that `copy` brings into staging slots, piece by piece.
+    pub(crate) fn write_staged(
+        &self,
+        offset: u64,
+        len: u64,
+        copy: &mut dyn StagedCopy,
+    ) -> Result<(), StoreError> {
+        let mut at = 0;
+        let mut piece = vec![0; BOUNCE];
+        while at < len {
+            let n = (len - at).min(BOUNCE as u64) as usize;
+            copy.start(0, at, &mut piece[..n]).and_then(|()| copy.wait(0)).map_err(StoreError::staged)?;
+            self.write(offset + at, &piece[..n])?;
+            at += n as u64;
+        }
+        Ok(())
+    }
+
+    /// Reads `len` bytes, which `copy` takes out of staging slots, piece by piece.
+    pub(crate) fn read_staged(
+        &self,
+        offset: u64,
+        len: u64,
+        copy: &mut dyn StagedCopy,
+    ) -> Result<(), StoreError> {
+        let mut at = 0;
+        let mut piece = vec![0; BOUNCE];
+        while at < len {
+            let n = (len - at).min(BOUNCE as u64) as usize;
+            self.read(offset + at, &mut piece[..n])?;
+            copy.start(1, at, &mut piece[..n]).and_then(|()| copy.wait(1)).map_err(StoreError::staged)?;
+            at += n as u64;
+        }
+        Ok(())
+    }
+
+    /// Begins a step: the drives' figures of the step start at zero.
+    pub(crate) fn start_step(&self) {}
+
+    /// What each drive did.
+    pub(crate) fn drives(&self) -> Vec<DriveReport> {
+        Vec::new()
+    }
+
+    /// Takes the records of `debug_boundaries`.
+    pub(crate) fn take_boundary_records(&self) -> Vec<BoundaryRecord> {
+        Vec::new()
     }
 
     /// How many bytes from the start the system can take where they lie.
@@ -175,5 +286,17 @@ fn allocate(file: &File, path: &Path, len: Bytes) -> Result<(), StoreError> {
         // Some file systems cannot allocate ahead; the free space was compared, and writes report what they meet.
         Err(Errno::OPNOTSUPP) => file.set_len(len.get()).map_err(|e| StoreError::file("size", path, e)),
         Err(e) => Err(StoreError::file("allocate", path, e)),
+    }
+}
+
+impl Store {
+    /// What each drive of the NVMe tier did in this step and this run, in the order of the folders.
+    pub fn drives(&self) -> Vec<DriveReport> {
+        self.inner().spill.as_ref().map_or_else(Vec::new, |spill| spill.drives())
+    }
+
+    /// Takes the records kept since the last call, oldest first: see [`NvmeOptions::debug_boundaries`].
+    pub fn take_boundary_records(&self) -> Vec<BoundaryRecord> {
+        self.inner().spill.as_ref().map_or_else(Vec::new, |spill| spill.take_boundary_records())
     }
 }

@@ -237,6 +237,10 @@ impl Store {
     }
 
     fn with_spill(options: StoreOptions, spill: Option<Spill>) -> Result<Store, StoreError> {
+        let staging = spill.as_ref().map_or(Bytes::ZERO, Spill::staging);
+        if staging > options.host {
+            return Err(StoreError::StagingOverBudget { staging, budget: options.host });
+        }
         let in_memory = |tier, budget| Arena::new(tier, budget, MEMORY_ALIGNMENT, 1);
         let nvme = options.nvme.as_ref().zip(spill.as_ref()).map(|(options, spill)| {
             let alignment = spill.mode().alignment as u64;
@@ -246,7 +250,7 @@ impl Store {
             lanes: Lanes::default(),
             closing: false,
             hbm: in_memory(Tier::Hbm, options.hbm),
-            host: in_memory(Tier::Host, options.host),
+            host: in_memory(Tier::Host, options.host.saturating_sub(staging)),
             nvme,
             extents: HashMap::new(),
             next_extent: 0,
@@ -255,7 +259,7 @@ impl Store {
             state: Mutex::new(state),
             changed: Condvar::new(),
             hbm: Mapping::new("the hbm arena", options.hbm)?,
-            host: Mapping::new("the host arena", options.host)?,
+            host: Mapping::new("the host arena", options.host.saturating_sub(staging))?,
             spill: spill.map(Arc::new),
             limits: options.limits,
             poison: options.poison,
@@ -420,6 +424,9 @@ impl Store {
     /// Begins a step: sets the time origin of spans, drops those not taken, and sets every tier's peak to what is live.
     /// Spans are recorded from the first call on.
     pub fn start_step(&self) {
+        if let Some(spill) = &self.inner().spill {
+            spill.start_step();
+        }
         let mut state = self.inner().lock();
         state.lanes.start_step();
         for tier in Tier::ALL {

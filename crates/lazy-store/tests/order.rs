@@ -8,8 +8,8 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use lazy_store::{
-    BackendChoice, Bytes, BytesPerSecond, DirectChoice, Event, Extent, Lane, LinkLimits, NvmeOptions,
-    QueueOrder, Store, StoreOptions, Submission, Tier,
+    BackendChoice, Bytes, BytesPerSecond, Event, Extent, Lane, LinkLimits, NvmeOptions, QueueOrder, Store,
+    StoreOptions, Submission, Tier,
 };
 use proptest::prelude::*;
 
@@ -18,12 +18,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 fn store(order: QueueOrder, hbm: u64, host: u64, nvme: Option<(&Path, BackendChoice)>) -> Store {
-    let nvme = nvme.map(|(dir, backend)| NvmeOptions {
-        dir: dir.to_owned(),
-        bytes: Bytes(1 << 20),
-        backend,
-        direct: DirectChoice::Auto,
-    });
+    let nvme = nvme.map(|(dir, backend)| NvmeOptions { backend, ..NvmeOptions::new(dir, Bytes(1 << 20)) });
     let (hbm, host) = (Bytes(hbm), Bytes(host));
     Store::open(StoreOptions { hbm, host, nvme, poison: true, order, ..StoreOptions::default() }).unwrap()
 }

@@ -2,12 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc;
 
 use lazy_store::{
-    BackendChoice, Bytes, DirectChoice, Extent, Lane, NvmeOptions, QueueOrder, Store, StoreError,
-    StoreOptions, Submission, Tier,
+    BackendChoice, Bytes, Extent, Lane, NvmeOptions, QueueOrder, Store, StoreError, StoreOptions, Submission,
+    Tier,
 };
 
 /// A folder on the file system of the build, which is a real one where /tmp may be tmpfs.
@@ -16,12 +16,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 fn options(dir: &Path, backend: BackendChoice) -> StoreOptions {
-    let nvme = NvmeOptions {
-        dir: PathBuf::from(dir),
-        bytes: Bytes::from_mib(32),
-        backend,
-        direct: DirectChoice::Auto,
-    };
+    let nvme = NvmeOptions { backend, ..NvmeOptions::new(dir, Bytes::from_mib(32)) };
     StoreOptions {
         hbm: Bytes::from_mib(64),
         host: Bytes::from_mib(64),

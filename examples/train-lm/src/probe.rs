@@ -8,7 +8,7 @@ use lazy_model::{
 };
 use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
 use lazy_runtime::{Context, Phase};
-use lazy_store::{BackendChoice, DirectChoice, LinkLimits, NvmeOptions, Store, StoreOptions};
+use lazy_store::{LinkLimits, NvmeOptions, Store, StoreOptions};
 
 use crate::error::{Result, TrainError};
 use crate::model::{Shape, TrainedModel};
@@ -158,12 +158,7 @@ fn link_rates(boundary: Bytes, spill: &Path, limits: LinkLimits, when: &str) -> 
 
 /// A spill file in `dir`, with the best back end and cache mode to be had there.
 pub fn spill_file(dir: &Path, bytes: Bytes) -> NvmeOptions {
-    NvmeOptions {
-        dir: dir.to_owned(),
-        bytes,
-        backend: BackendChoice::default(),
-        direct: DirectChoice::default(),
-    }
+    NvmeOptions::new(dir, bytes)
 }
 
 /// Elements a second of whole optimizer steps, norm and commit included, on a trial store of the model's size or

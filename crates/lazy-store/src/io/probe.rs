@@ -18,6 +18,8 @@ const LEAST_ALIGNMENT: usize = 4096;
 /// Granularities tried where the file system states none, or states one that does not work.
 const GRANULARITIES: [usize; 4] = [512, 4096, 16384, 65536];
 
+const NO_CUFILE: &str = "this build has no cuFile back end";
+
 /// Makes a request queue of the given kind, or says why there is none.
 pub(crate) fn queue(backend: Backend, depth: usize) -> Result<Box<dyn Queue>, String> {
     match backend {
@@ -26,6 +28,7 @@ pub(crate) fn queue(backend: Backend, depth: usize) -> Result<Box<dyn Queue>, St
         #[cfg(not(target_os = "linux"))]
         Backend::Uring => Err("io_uring exists on Linux only".to_owned()),
         Backend::Posix => Ok(Box::new(Posix::default())),
+        Backend::CufileDirect | Backend::CufileCompat => Err(NO_CUFILE.to_owned()),
     }
 }
 
@@ -57,6 +60,8 @@ pub(crate) fn settle(
         direct: granularity.is_some(),
         alignment: granularity.unwrap_or(1).max(LEAST_ALIGNMENT),
         granularity: granularity.unwrap_or(1),
+        registered_files: false,
+        registered_buffers: false,
         filesystem: fs::name(dir)?,
         fallbacks,
     })
@@ -67,6 +72,9 @@ fn settle_backend(
     asked: BackendChoice,
     fallbacks: &mut Vec<String>,
 ) -> Result<(Backend, Box<dyn Queue>), StoreError> {
+    if asked == BackendChoice::Cufile {
+        return Err(StoreError::BackendRefused { asked: "cuFile", reason: NO_CUFILE.to_owned() });
+    }
     if asked != BackendChoice::Posix {
         // A sandbox may allow the ring's making and refuse its use, so a file is written through it, too.
         let tried = queue(Backend::Uring, 4).and_then(|mut queue| {

@@ -252,12 +252,7 @@ fn operations_are_listed_in_order() {
 
 /// A store whose spill file goes through `faults`.
 fn spilling(dir: &std::path::Path, faults: &Faults) -> Store {
-    let nvme = NvmeOptions {
-        dir: dir.to_owned(),
-        bytes: Bytes::from_mib(16),
-        backend: BackendChoice::Auto,
-        direct: DirectChoice::Auto,
-    };
+    let nvme = NvmeOptions::new(dir, Bytes::from_mib(16));
     let options = StoreOptions { host: Bytes::from_mib(16), nvme: Some(nvme), ..StoreOptions::default() };
     Store::open_with_faults(options, faults).unwrap()
 }
