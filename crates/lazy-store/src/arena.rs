@@ -6,6 +6,7 @@ use lazy_model::{Bytes, Tier};
 
 use crate::clock::Clock;
 use crate::error::StoreError;
+use crate::mutants::{Mutant, Side, Wait};
 
 /// A free range whose former owner still has tasks in flight on it.
 struct Leftover {
@@ -27,6 +28,7 @@ pub(crate) struct Arena {
     live_bytes: u64,
     peak: u64,
     leftovers: Vec<Leftover>,
+    mutant: Mutant,
 }
 
 /// A range just reserved, and what its first writer has to wait for.
@@ -47,7 +49,13 @@ impl Arena {
             live_bytes: 0,
             peak: 0,
             leftovers: Vec::new(),
+            mutant: Mutant::default(),
         }
+    }
+
+    #[cfg(any(test, feature = "test-util"))]
+    pub(crate) fn set_mutant(&mut self, mutant: &Mutant) {
+        self.mutant = mutant.clone();
     }
 
     pub(crate) fn budget(&self) -> Bytes {
@@ -160,10 +168,10 @@ impl Arena {
             }
             inherited.join(&left.clock);
             let clock = left.clock;
-            if left.start < start {
+            if left.start < start && self.mutant.keeps(Wait::Remainder(Side::Before, self.tier)) {
                 kept.push(Leftover { start: left.start, end: start, clock });
             }
-            if end < left.end {
+            if end < left.end && self.mutant.keeps(Wait::Remainder(Side::After, self.tier)) {
                 kept.push(Leftover { start: end, end: left.end, clock });
             }
         }

@@ -73,6 +73,10 @@ mod io;
 mod lanes;
 mod links;
 mod memory;
+#[cfg(any(test, feature = "test-util"))]
+pub mod mutants;
+#[cfg(not(any(test, feature = "test-util")))]
+mod mutants;
 mod options;
 mod random;
 pub mod scratch;

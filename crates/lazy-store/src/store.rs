@@ -13,6 +13,7 @@ use crate::drive;
 use crate::error::{BoxError, StoreError};
 use crate::lanes::{Lanes, Work};
 use crate::memory::{Access, Mapping, View};
+use crate::mutants::{Mutant, Source, Wait};
 use crate::options::{LinkLimits, NvmeMode, QueueOrder, StoreOptions};
 use crate::random::Random;
 use crate::spill::Spill;
@@ -94,6 +95,7 @@ pub(crate) struct State {
     nvme: Option<Arena>,
     extents: HashMap<u64, Hazards>,
     next_extent: u64,
+    mutant: Mutant,
 }
 
 /// Who uses an extent.
@@ -107,11 +109,16 @@ struct Hazards {
 }
 
 impl Hazards {
-    /// Everything that has to be done before these bytes may be overwritten.
-    fn all(&self) -> Clock {
-        let mut clock = self.inherited;
-        clock.join(&self.reads);
-        if let Some(write) = self.last_write {
+    /// Everything that has to be done before these bytes may be overwritten, as far as a mutant `keeps` it.
+    fn all(&self, keeps: impl Fn(Source) -> bool) -> Clock {
+        let mut clock = Clock::default();
+        if keeps(Source::Inherited) {
+            clock.join(&self.inherited);
+        }
+        if keeps(Source::Reads) {
+            clock.join(&self.reads);
+        }
+        if let Some(write) = self.last_write.filter(|_| keeps(Source::Write)) {
             clock.add(write);
         }
         clock
@@ -168,12 +175,23 @@ impl State {
         }
     }
 
+    #[cfg(any(test, feature = "test-util"))]
+    pub(crate) fn set_mutant(&mut self, mutant: &Mutant) {
+        self.mutant = mutant.clone();
+        for tier in Tier::ALL {
+            if let Some(arena) = self.arena_mut(tier) {
+                arena.set_mutant(mutant);
+            }
+        }
+    }
+
     /// The one place where waits are derived: last writes of what is read, last writes and reads of what is written.
     fn waits(&self, task: &Submission<'_>) -> Result<Clock, StoreError> {
         let mut waits = Clock::default();
         for extent in task.reads {
             match self.extents.get(&extent.id).and_then(|h| h.last_write) {
-                Some(write) => waits.add(write),
+                Some(write) if self.mutant.keeps(Wait::Read(task.lane)) => waits.add(write),
+                Some(_) => {}
                 None if extent.bytes == Bytes::ZERO => {}
                 None => {
                     let (task, tier, offset, bytes) =
@@ -183,9 +201,9 @@ impl State {
             }
         }
         for hazards in task.writes.iter().filter_map(|e| self.extents.get(&e.id)) {
-            waits.join(&hazards.all());
+            waits.join(&hazards.all(|source| self.mutant.keeps(Wait::Overwrite(source, task.lane))));
         }
-        for event in task.after {
+        for event in task.after.iter().filter(|_| self.mutant.keeps(Wait::After(task.lane))) {
             waits.add(event.token);
         }
         Ok(waits)
@@ -254,6 +272,7 @@ impl Store {
             nvme,
             extents: HashMap::new(),
             next_extent: 0,
+            mutant: Mutant::default(),
         };
         let inner = Arc::new(Inner {
             state: Mutex::new(state),
@@ -381,6 +400,7 @@ impl Store {
             }
             run(&mut access)
         });
+        let work = state.mutant.delayed(task.lane, work);
         let token = state.lanes.push(task.lane, task.name.clone(), task.bytes, waits, work);
         state.note(&task, token);
         drop(state);
@@ -525,10 +545,11 @@ impl Drop for Extent {
     fn drop(&mut self) {
         let mut state = self.inner.lock();
         let done = *state.lanes.completed();
-        if let Some(hazards) = state.extents.remove(&self.id)
-            && let Some(arena) = state.arena_mut(self.tier)
-        {
-            arena.release(self.offset, hazards.occupied, hazards.all(), &done);
+        if let Some(hazards) = state.extents.remove(&self.id) {
+            let users = hazards.all(|source| state.mutant.keeps(Wait::Release(source, self.tier)));
+            if let Some(arena) = state.arena_mut(self.tier) {
+                arena.release(self.offset, hazards.occupied, users, &done);
+            }
         }
     }
 }

@@ -142,19 +142,14 @@ struct Counts {
 impl Faults {
     /// A double that does nothing yet. The same seed and the same operations give the same faults.
     pub fn new(seed: u64) -> Self {
-        let state = State {
-            random: Random::new(seed),
-            operations: Vec::new(),
-            cut_at: None,
-            power_off: false,
-            counts: Counts::default(),
-            scripted: HashMap::new(),
-            rates: [0; 3],
-            space: None,
-            reorder: false,
-            journal: Journal::default(),
-        };
-        Faults { state: Arc::new(Mutex::new(state)) }
+        Faults { state: Arc::new(Mutex::new(State::new(seed))) }
+    }
+
+    /// Forgets all counts, scripts and rates, as if this were new with another seed. Unflushed writes stay noted.
+    pub fn reset(&self, seed: u64) {
+        let mut state = self.lock();
+        let journal = std::mem::take(&mut state.journal);
+        *state = State { journal, ..State::new(seed) };
     }
 
     /// Lets the power go at operation `k`, counted from 0: it and everything after it fail.
@@ -258,6 +253,21 @@ impl Faults {
 }
 
 impl State {
+    fn new(seed: u64) -> Self {
+        State {
+            random: Random::new(seed),
+            operations: Vec::new(),
+            cut_at: None,
+            power_off: false,
+            counts: Counts::default(),
+            scripted: HashMap::new(),
+            rates: [0; 3],
+            space: None,
+            reorder: false,
+            journal: Journal::default(),
+        }
+    }
+
     /// Counts an operation; an error where the power is off, or goes with it.
     pub(crate) fn count(&mut self, operation: Operation) -> io::Result<()> {
         self.power()?;

@@ -1,0 +1,51 @@
+//! Hazards: random programs of put, get, prefetch and release over three tiers, under seeds, faults and threads, against
+//! a model that knows what every extent holds.
+//!
+//! A seed gives the program, the order in which its tasks run, and the faults of the spill file. A seed that fails says
+//! so with the command that runs it again.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod mutants;
+mod order;
+mod program;
+mod sweep;
+
+use std::path::Path;
+
+use lazy_store::fault::Faults;
+use lazy_store::{BackendChoice, Bytes, DirectChoice, NvmeOptions, QueueOrder, Store, StoreOptions};
+
+/// Seeds after which a store is opened anew, with another way to its spill file.
+const BLOCK: u64 = 250;
+
+/// A folder on the file system of the build, which is a real one where /tmp may be tmpfs.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// How many times as much the deep run does.
+fn deep(times: u64) -> u64 {
+    if std::env::var_os("PROPTEST_CASES").is_some() { times } else { 1 }
+}
+
+/// A store small enough that ranges change hands all the time. Most blocks of seeds use the page cache, which is fast;
+/// the others go around it, or through io_uring.
+fn store(dir: &Path, order: QueueOrder, seed: u64, faults: &Faults) -> Store {
+    let (backend, direct) = match seed / BLOCK % 8 {
+        3 => (BackendChoice::Uring, DirectChoice::Off),
+        5 => (BackendChoice::Posix, DirectChoice::Auto),
+        7 => (BackendChoice::Uring, DirectChoice::Auto),
+        _ => (BackendChoice::Posix, DirectChoice::Off),
+    };
+    let nvme = NvmeOptions { dir: dir.to_owned(), bytes: Bytes(7 * 4096), backend, direct };
+    let options = StoreOptions {
+        hbm: Bytes(12_000),
+        host: Bytes(20_000),
+        nvme: Some(nvme),
+        poison: true,
+        order,
+        ..StoreOptions::default()
+    };
+    Store::open_with_faults(options, faults).unwrap()
+}

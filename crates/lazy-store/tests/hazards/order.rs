@@ -1,0 +1,1 @@
+//! R1 and R2: placeholders
