@@ -15,7 +15,24 @@ pub(crate) struct Options {
     /// Give property tests 16 times as many cases
     #[arg(long)]
     deep: bool,
+    /// Only leave each wait that lazy-store derives out in turn, and list the seed at which tests notice
+    #[arg(long)]
+    mutate_waits: bool,
 }
+
+/// The list goes to standard error; the test fails where a wait can be left out unnoticed.
+const MUTANTS: &[&str] = &[
+    "test",
+    "--package",
+    "lazy-store",
+    "--features",
+    "test-util",
+    "--test",
+    "hazards",
+    "--",
+    "mutants::",
+    "--nocapture",
+];
 
 enum Work {
     Check(fn() -> Outcome<()>),
@@ -38,6 +55,9 @@ const STAGES: [(&str, Work); 7] = [
 ];
 
 pub(crate) fn run(options: &Options) -> Outcome<()> {
+    if options.mutate_waits {
+        return run_cargo(MUTANTS, options.deep);
+    }
     let mut times = Vec::new();
     let outcome = STAGES.iter().try_for_each(|(name, work)| {
         eprintln!("xtask: {name}");

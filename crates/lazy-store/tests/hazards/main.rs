@@ -7,7 +7,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod mutants;
-mod order;
 mod program;
 mod sweep;
 
@@ -38,7 +37,7 @@ fn store(dir: &Path, order: QueueOrder, seed: u64, faults: &Faults) -> Store {
         7 => (BackendChoice::Uring, DirectChoice::Auto),
         _ => (BackendChoice::Posix, DirectChoice::Off),
     };
-    let nvme = NvmeOptions { dir: dir.to_owned(), bytes: Bytes(7 * 4096), backend, direct };
+    let nvme = NvmeOptions { backend, direct, ..NvmeOptions::new(dir, Bytes(7 * 4096)) };
     let options = StoreOptions {
         hbm: Bytes(12_000),
         host: Bytes(20_000),

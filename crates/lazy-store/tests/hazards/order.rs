@@ -1,1 +1,0 @@
-//! R1 and R2: placeholders
