@@ -1,4 +1,5 @@
-//! Who runs the queues: a thread for each lane, or whoever waits, in an order drawn from a seed.
+//! Who runs the queues: a thread for each lane, or whoever waits, in an order drawn from a seed. Beside a device with
+//! streams, a lane's thread puts work on its stream, and a second one waits for it to complete.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use lazy_model::{Bytes, BytesPerSecond, Lane};
 
-use crate::error::StoreError;
-use crate::lanes::{Finished, Started};
+use crate::device::{Device, Mark};
+use crate::error::{BoxError, StoreError};
+use crate::lanes::{Finished, Issued, Kind, Started, Work};
 use crate::store::{Inner, State};
 
 /// Starts the thread of one lane.
@@ -22,14 +24,40 @@ pub(crate) fn spawn(inner: &Arc<Inner>, lane: Lane) -> Result<JoinHandle<()>, St
         .map_err(|e| StoreError::Worker { name, reason: e.to_string() })
 }
 
+/// Starts the thread that sees the stream tasks of one lane complete.
+pub(crate) fn spawn_completer(
+    inner: &Arc<Inner>,
+    device: Arc<dyn Device>,
+    lane: Lane,
+) -> Result<JoinHandle<()>, StoreError> {
+    let name = format!("lazy {lane} done");
+    let inner = Arc::clone(inner);
+    std::thread::Builder::new()
+        .name(name.clone())
+        .spawn(move || complete_all(&inner, &*device, lane))
+        .map_err(|e| StoreError::Worker { name, reason: e.to_string() })
+}
+
 fn serve(inner: &Inner, lane: Lane) {
+    // A thread that cannot use the device finds that out with its first task, which reports it.
+    let _ = inner.device.as_ref().map(|device| device.bind());
     let mut state = inner.lock();
     loop {
         if let Some(task) = state.lanes.start(lane) {
+            let base = state.lanes.base();
             drop(state);
-            let finished = run(inner, task);
-            state = inner.lock();
-            state.lanes.finish(finished);
+            match (task.kind, &inner.device) {
+                (Kind::Stream, Some(device)) => {
+                    let issued = issue(device, task, base.is_some());
+                    state = inner.lock();
+                    state.lanes.issue(issued);
+                }
+                _ => {
+                    let finished = run(inner, task);
+                    state = inner.lock();
+                    state.lanes.finish(finished);
+                }
+            }
             inner.changed.notify_all();
         } else if state.closing && state.lanes.lane_idle(lane) {
             return;
@@ -37,6 +65,80 @@ fn serve(inner: &Inner, lane: Lane) {
             state = inner.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
+}
+
+fn complete_all(inner: &Inner, device: &dyn Device, lane: Lane) {
+    let _ = device.bind();
+    let mut state = inner.lock();
+    loop {
+        if let Some(end) = state.lanes.oldest_in_flight(lane) {
+            let base = state.lanes.base();
+            drop(state);
+            let result = end.map_or(Ok(()), |end| device.synchronize(&end));
+            state = inner.lock();
+            if let Some(issued) = state.lanes.take_in_flight(lane) {
+                let finished = complete(device, issued, result, base);
+                state.lanes.finish(finished);
+            }
+            inner.changed.notify_all();
+        } else if state.closing && state.lanes.lane_idle(lane) {
+            return;
+        } else {
+            state = inner.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// Puts one task on its stream, outside the lock.
+pub(crate) fn issue(device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
+    let Started { token, marks, name, work, skip, ticket, .. } = task;
+    let at = Instant::now();
+    let mut issued =
+        Issued { token, name, begin: None, end: None, at, result: Ok(()), skipped: skip, ticket };
+    if skip {
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
+        return issued;
+    }
+    let stream = device.stream(token.lane);
+    let place = || Ok::<_, BoxError>(Arc::new(Arc::clone(device).mark(stream)?));
+    let ordered = marks.iter().try_for_each(|mark| device.wait(stream, mark));
+    issued.result = ordered
+        .and_then(|()| {
+            issued.begin = if timed { Some(place()?) } else { None };
+            Ok(())
+        })
+        .map_err(|source| StoreError::Task { task: issued.name.clone(), lane: token.lane, source })
+        .and_then(|()| call(&issued.name, token.lane, work));
+    // Whatever the task put on the stream before it failed is waited for, too.
+    match place() {
+        Ok(end) => issued.end = Some(end),
+        Err(source) if issued.result.is_ok() => {
+            issued.result = Err(StoreError::Task { task: issued.name.clone(), lane: token.lane, source });
+        }
+        Err(_) => {}
+    }
+    issued
+}
+
+/// What is left of a stream task whose end was reached.
+fn complete(
+    device: &dyn Device,
+    issued: Issued,
+    reached: Result<(), BoxError>,
+    base: Option<(Arc<Mark>, Instant)>,
+) -> Finished {
+    let Issued { token, name, begin, end, at, result, skipped, ticket } = issued;
+    let result =
+        result.and(reached.map_err(|source| StoreError::Task { task: name, lane: token.lane, source }));
+    let now = Instant::now();
+    let time = |mark: &Mark| {
+        let (base, instant) = base.as_ref()?;
+        let since = device.seconds(base, mark).ok()?;
+        instant.checked_add(Duration::try_from_secs_f64(since).ok()?)
+    };
+    let timed = result.is_ok().then(|| Some((time(begin.as_deref()?)?, time(end.as_deref()?)?))).flatten();
+    let (start, end) = timed.unwrap_or((at, now));
+    Finished { token, start, end, result, skipped, ticket }
 }
 
 /// Waits until `reached` holds; in the seeded order, by running tasks.
@@ -63,24 +165,28 @@ pub(crate) fn wait_until<'a>(inner: &'a Inner, reached: impl Fn(&State) -> bool)
 
 /// Runs one task, outside the lock.
 fn run(inner: &Inner, task: Started) -> Finished {
-    let Started { token, name, bytes, work, skip, ticket } = task;
+    let Started { token, name, bytes, work, skip, ticket, .. } = task;
     let start = Instant::now();
     let result = if skip {
         // What a closure owns may panic as it goes; the lane has to outlive that.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
         Ok(())
     } else {
-        let result = match catch_unwind(AssertUnwindSafe(work)) {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(source)) => Err(StoreError::Task { task: name, lane: token.lane, source }),
-            Err(panic) => {
-                Err(StoreError::Panicked { task: name, lane: token.lane, message: message(&*panic) })
-            }
-        };
+        let result = call(&name, token.lane, work);
         slow_down(inner.limit(token.lane), bytes, start);
         result
     };
     Finished { token, start, end: Instant::now(), result, skipped: skip, ticket }
+}
+
+/// Calls a task; a panic is an error that names it.
+fn call(name: &str, lane: Lane, work: Work) -> Result<(), StoreError> {
+    let task = || name.to_owned();
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(source)) => Err(StoreError::Task { task: task(), lane, source }),
+        Err(panic) => Err(StoreError::Panicked { task: task(), lane, message: message(&*panic) }),
+    }
 }
 
 /// Sleeps until `bytes` could have passed at the limit.

@@ -339,11 +339,79 @@ pub enum StoreError {
         /// What happened.
         reason: String,
     },
+    /// A native library cannot be loaded.
+    #[error(
+        "{what} is not on this machine: none of {names} can be loaded ({reason}); install it, or set CUDA_HOME or LD_LIBRARY_PATH to where it is"
+    )]
+    LibraryMissing {
+        /// What the library is.
+        what: &'static str,
+        /// File names tried.
+        names: String,
+        /// The loader's reason.
+        reason: String,
+    },
+    /// The CUDA driver refused something.
+    #[error("cannot {what}: {reason}")]
+    Cuda {
+        /// What was tried.
+        what: &'static str,
+        /// The driver's reason.
+        reason: String,
+    },
+    /// A kernel does not compile, or is not where it should be.
+    #[error("kernel {name}: {log}")]
+    Kernel {
+        /// The module, and the kernel.
+        name: String,
+        /// What the compiler or the driver says.
+        log: String,
+    },
+    /// The GPU has no room for the HBM tier.
+    #[error(
+        "cannot take {wanted} of GPU memory for the hbm tier, {free} are free: {reason}; plan with a smaller hbm budget or free some"
+    )]
+    DeviceMemory {
+        /// The budget.
+        wanted: Bytes,
+        /// What the driver says is free.
+        free: Bytes,
+        /// The driver's reason.
+        reason: String,
+    },
+    /// The driver refused to pin host memory.
+    #[error(
+        "cannot pin {bytes} of host memory: {reason}; lower the host budget, or raise the container's memory limit or `ulimit -l`"
+    )]
+    Pin {
+        /// How much.
+        bytes: Bytes,
+        /// The driver's reason.
+        reason: String,
+    },
+    /// The device in use cannot do what was asked.
+    #[error("{device} cannot {what}: {instead}")]
+    Device {
+        /// The device.
+        device: &'static str,
+        /// What was asked.
+        what: &'static str,
+        /// What to do instead.
+        instead: &'static str,
+    },
 }
 
 impl StoreError {
     pub(crate) fn staged(source: BoxError) -> Self {
         StoreError::Staged { source }
+    }
+
+    /// What a device reports: one of these, boxed.
+    pub(crate) fn of_device(error: BoxError) -> Self {
+        match error.downcast::<StoreError>() {
+            Ok(error) => *error,
+            Err(other) => StoreError::Cuda { what: "use the device", reason: other.to_string() },
+        }
     }
 
     /// Wraps an error of a call on a file or folder.

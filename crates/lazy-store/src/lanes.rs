@@ -1,21 +1,36 @@
 //! The ordered queues as a state machine: what is queued, what may run next, what has completed, and the spans of it.
 //!
-//! Nothing here knows who runs the tasks. Threads do (one a lane), or one thread in an order drawn from a seed
-//! (`drive.rs`); streams of an accelerator would, too.
+//! Nothing here knows who runs the tasks: threads (one a lane), or one thread in an order drawn from a seed (`drive.rs`).
+//!
+//! A task is of one of two kinds. A host task does its work while it is called, so it starts when all it waits for has
+//! completed, and completes when it returns. A stream task only puts work on the stream that a device has for its lane: it is
+//! issued as soon as what it waits for is issued (the stream does the waiting) and completes when the stream gets there.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Instant;
 
 use lazy_model::{Bytes, Lane, Seconds, Span};
 
 use crate::clock::{Clock, LANES, Token, slot};
+use crate::device::Mark;
 use crate::error::{BoxError, StoreError};
 
 /// What a task does when it runs.
 pub(crate) type Work = Box<dyn FnOnce() -> Result<(), BoxError> + Send>;
 
+/// Where the work of a task is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// In the call.
+    Host,
+    /// On the device's stream for its lane, some time after the call.
+    Stream,
+}
+
 /// A task in its queue.
 struct Queued {
+    kind: Kind,
     name: String,
     bytes: Bytes,
     /// What has to be done before it runs.
@@ -28,7 +43,10 @@ struct Queued {
 
 /// A task taken out of its queue to be run.
 pub(crate) struct Started {
+    pub(crate) kind: Kind,
     pub(crate) token: Token,
+    /// What its stream has to wait for: the tasks of other streams that were issued and have not completed.
+    pub(crate) marks: Vec<Arc<Mark>>,
     pub(crate) name: String,
     pub(crate) bytes: Bytes,
     /// Dropped without running where an earlier failure is latched.
@@ -55,11 +73,26 @@ pub(crate) struct Finished {
     pub(crate) ticket: Ticket,
 }
 
+/// A stream task whose work is on its stream.
+pub(crate) struct Issued {
+    pub(crate) token: Token,
+    pub(crate) name: String,
+    /// Where its work begins and ends on the stream; nothing where it was skipped or could not be issued.
+    pub(crate) begin: Option<Arc<Mark>>,
+    pub(crate) end: Option<Arc<Mark>>,
+    pub(crate) at: Instant,
+    pub(crate) result: Result<(), StoreError>,
+    pub(crate) skipped: bool,
+    pub(crate) ticket: Ticket,
+}
+
 #[derive(Default)]
 struct Queue {
     tasks: VecDeque<Queued>,
     submitted: u64,
     running: bool,
+    /// Stream tasks that were issued and have not completed, oldest first.
+    in_flight: VecDeque<Issued>,
     /// The first task of this lane that failed or was skipped since the failure was latched.
     void_from: Option<u64>,
 }
@@ -68,6 +101,8 @@ struct Record {
     token: Token,
     name: String,
     bytes: Bytes,
+    /// What a stream task waited for; which of it was last is known only when all have run.
+    waits: Option<Clock>,
     blocked_on: Option<Token>,
     /// Start and end, once it completed.
     ran: Option<(Instant, Instant)>,
@@ -77,10 +112,13 @@ struct Record {
 #[derive(Default)]
 pub(crate) struct Lanes {
     queues: [Queue; LANES],
+    /// Tasks issued; of host tasks, those completed.
+    issued: Clock,
     completed: Clock,
     failure: Option<StoreError>,
     /// Time origin of the spans; nothing is recorded before the first step.
     origin: Option<Instant>,
+    base: Option<(Arc<Mark>, Instant)>,
     /// By number of submission.
     records: BTreeMap<u64, Record>,
     next_record: u64,
@@ -104,6 +142,10 @@ impl Lanes {
         token.seq <= self.completed.get(token.lane)
     }
 
+    pub(crate) fn is_issued(&self, token: Token) -> bool {
+        token.seq <= self.issued.get(token.lane)
+    }
+
     pub(crate) fn idle(&self) -> bool {
         Lane::ALL.iter().all(|&lane| self.lane_idle(lane))
     }
@@ -119,12 +161,13 @@ impl Lanes {
 
     pub(crate) fn push(
         &mut self,
-        lane: Lane,
+        task: (Lane, Kind),
         name: String,
         bytes: Bytes,
         mut waits: Clock,
         work: Work,
     ) -> Token {
+        let (lane, kind) = task;
         let token = self.next(lane);
         // A lane runs in order: what came before on the same one needs no wait.
         waits.set(lane, 0);
@@ -132,39 +175,82 @@ impl Lanes {
         self.next_record += 1;
         if self.origin.is_some() {
             let name = name.clone();
-            self.records.insert(record, Record { token, name, bytes, blocked_on: None, ran: None });
+            let waits = (kind == Kind::Stream).then_some(waits);
+            self.records.insert(record, Record { token, name, bytes, waits, blocked_on: None, ran: None });
         }
         let queue = &mut self.queues[slot(lane)];
         queue.submitted = token.seq;
-        queue.tasks.push_back(Queued { name, bytes, waits, blocked_on: None, record, work });
+        queue.tasks.push_back(Queued { kind, name, bytes, waits, blocked_on: None, record, work });
         token
     }
 
-    /// Whether the next task of `lane` can run now.
+    /// Whether the next task of `lane` can be started now.
     pub(crate) fn ready(&self, lane: Lane) -> bool {
         let queue = &self.queues[slot(lane)];
-        !queue.running && queue.tasks.front().is_some_and(|task| task.waits.reached_by(&self.completed))
+        !queue.running
+            && queue.tasks.front().is_some_and(|task| match task.kind {
+                Kind::Host => {
+                    task.waits.reached_by(&self.completed)
+                        && self.completed.get(lane) == self.issued.get(lane)
+                }
+                Kind::Stream => task.waits.reached_by(&self.issued),
+            })
     }
 
-    /// Takes the next task of `lane` if it can run now.
+    /// Takes the next task of `lane` if it can be started now.
     pub(crate) fn start(&mut self, lane: Lane) -> Option<Started> {
         if !self.ready(lane) {
             return None;
         }
+        let token = Token { lane, seq: self.issued.get(lane) + 1 };
         let queue = &mut self.queues[slot(lane)];
-        let Queued { name, bytes, blocked_on, record, work, .. } = queue.tasks.pop_front()?;
+        let Queued { kind, name, bytes, waits, blocked_on, record, work } = queue.tasks.pop_front()?;
         queue.running = true;
-        let token = Token { lane, seq: self.completed.get(lane) + 1 };
+        let marks = match kind {
+            Kind::Host => Vec::new(),
+            Kind::Stream => Lane::ALL.into_iter().filter_map(|l| self.mark(l, waits.get(l))).collect(),
+        };
         let ticket = Ticket { record, blocked_on };
-        Some(Started { token, name, bytes, work, skip: self.failure.is_some(), ticket })
+        Some(Started { kind, token, marks, name, bytes, work, skip: self.failure.is_some(), ticket })
+    }
+
+    /// The end of the `seq`-th task of `lane`, or of the last one before it that has any, while it is in flight.
+    pub(crate) fn mark(&self, lane: Lane, seq: u64) -> Option<Arc<Mark>> {
+        let in_flight = self.queues[slot(lane)].in_flight.iter().rev();
+        in_flight.filter(|task| task.token.seq <= seq).find_map(|task| task.end.clone())
+    }
+
+    /// Notes that a stream task is on its stream.
+    pub(crate) fn issue(&mut self, issued: Issued) {
+        let lane = issued.token.lane;
+        self.issued.set(lane, issued.token.seq);
+        let queue = &mut self.queues[slot(lane)];
+        queue.running = false;
+        if issued.skipped || issued.result.is_err() {
+            queue.void_from.get_or_insert(issued.token.seq);
+        }
+        queue.in_flight.push_back(issued);
+    }
+
+    /// Whether `lane` has issued a task that has not completed, and the end of the oldest.
+    pub(crate) fn oldest_in_flight(&self, lane: Lane) -> Option<Option<Arc<Mark>>> {
+        self.queues[slot(lane)].in_flight.front().map(|task| task.end.clone())
+    }
+
+    /// Takes the oldest task in flight, to be finished.
+    pub(crate) fn take_in_flight(&mut self, lane: Lane) -> Option<Issued> {
+        self.queues[slot(lane)].in_flight.pop_front()
     }
 
     pub(crate) fn finish(&mut self, finished: Finished) {
         let token = finished.token;
         let queue = &mut self.queues[slot(token.lane)];
-        queue.running = false;
         if finished.skipped || finished.result.is_err() {
             queue.void_from.get_or_insert(token.seq);
+        }
+        if token.seq > self.issued.get(token.lane) {
+            queue.running = false;
+            self.issued.set(token.lane, token.seq);
         }
         self.completed.set(token.lane, token.seq);
         if let Err(error) = finished.result {
@@ -194,9 +280,16 @@ impl Lanes {
         Some((failure, voided))
     }
 
-    pub(crate) fn start_step(&mut self) {
-        self.origin = Some(Instant::now());
+    pub(crate) fn start_step(&mut self, base: Option<Mark>) {
+        let now = Instant::now();
+        self.origin = Some(now);
+        self.base = base.map(|mark| (Arc::new(mark), now));
         self.records.clear();
+    }
+
+    /// A time by the device's clock, and the same time by ours, where spans of its streams are wanted.
+    pub(crate) fn base(&self) -> Option<(Arc<Mark>, Instant)> {
+        self.base.clone()
     }
 
     /// Takes the spans of all completed tasks, in submission order.
@@ -207,9 +300,12 @@ impl Lanes {
         self.records = pending;
         let done: Vec<Record> = done.into_values().collect();
         let places: HashMap<Token, usize> = done.iter().enumerate().map(|(i, r)| (r.token, i)).collect();
+        let blocked_on: Vec<Option<usize>> =
+            done.iter().map(|record| blocked_on(record, &done, &places)).collect();
         let since = |at: Instant| Seconds(at.saturating_duration_since(origin).as_secs_f64());
         done.into_iter()
-            .filter_map(|r| {
+            .zip(blocked_on)
+            .filter_map(|(r, blocked_on)| {
                 let (start, end) = r.ran?;
                 Some(Span {
                     name: r.name,
@@ -217,9 +313,24 @@ impl Lanes {
                     start: since(start),
                     end: since(end),
                     bytes: r.bytes,
-                    blocked_on: r.blocked_on.and_then(|token| places.get(&token).copied()),
+                    blocked_on,
                 })
             })
             .collect()
     }
+}
+
+/// The place of the task that `record` waited for last, where that ended after its own lane was free.
+fn blocked_on(record: &Record, done: &[Record], places: &HashMap<Token, usize>) -> Option<usize> {
+    let Some(waits) = record.waits else {
+        return record.blocked_on.and_then(|token| places.get(&token).copied());
+    };
+    let end = |token: Token| {
+        let place = *places.get(&token)?;
+        Some((done[place].ran?.1, place))
+    };
+    let waited = Lane::ALL.into_iter().filter_map(|lane| end(Token { lane, seq: waits.get(lane) }));
+    let (last, place) = waited.max()?;
+    let own = end(Token { seq: record.token.seq - 1, ..record.token });
+    own.is_none_or(|(own, _)| last > own).then_some(place)
 }

@@ -66,6 +66,8 @@
 mod arena;
 mod buffer;
 mod clock;
+pub mod cuda;
+mod device;
 mod drive;
 pub mod durable;
 mod error;
@@ -83,6 +85,7 @@ pub mod scratch;
 mod spill;
 mod store;
 
+pub use device::Stream;
 pub use error::{BoxError, StoreError};
 #[cfg(any(test, feature = "test-util"))]
 pub use io::fault;
@@ -91,9 +94,9 @@ pub use lazy_model::{
     BoundaryIndex, Bytes, BytesPerSecond, Lane, LayerIndex, Placement, Seconds, Span, Tier,
 };
 pub use links::MeasuredRates;
-pub use memory::Access;
+pub use memory::{Access, DeviceRange, StreamAccess};
 pub use options::{
-    Backend, BackendChoice, BoundaryRecord, BoundarySide, Checksum, DirectChoice, DriveReport, LinkLimits,
-    NvmeMode, NvmeOptions, QueueOrder, StoreOptions, Traffic, ValueStats,
+    Backend, BackendChoice, BoundaryRecord, BoundarySide, Checksum, DeviceChoice, DirectChoice, DriveReport,
+    LinkLimits, NvmeMode, NvmeOptions, QueueOrder, StoreOptions, Traffic, ValueStats,
 };
 pub use store::{Event, Extent, MEMORY_ALIGNMENT, Store, Submission};

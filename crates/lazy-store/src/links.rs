@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use lazy_model::{Bytes, BytesPerSecond, Lane, Tier};
 
+use crate::device::DeviceCopy;
 use crate::error::StoreError;
+use crate::lanes::Kind;
 use crate::spill::HostCopy;
 use crate::store::{Event, Extent, Store, Submission};
 
@@ -68,29 +70,51 @@ impl Store {
         match (lane, spill) {
             (Lane::NvmeWrite, Some(spill)) if from == Tier::Hbm => {
                 let (offset, len) = (dst.offset(), dst.bytes().get());
-                self.enqueue(task, move |access| {
-                    Ok(spill.write_staged(offset, len, &mut HostCopy::Out(access.read(0)))?)
-                })
+                match self.inner().device.clone() {
+                    None => self.enqueue_access(task, move |access| {
+                        Ok(spill.write_staged(offset, len, &mut HostCopy::Out(access.read(0)))?)
+                    }),
+                    Some(device) => self.enqueue(task, Kind::Host, move |views| {
+                        let stream = device.stream(lane);
+                        let mut copy = DeviceCopy::new(device, stream, views.reads[0], true);
+                        Ok(spill.write_staged(offset, len, &mut copy)?)
+                    }),
+                }
             }
             (Lane::NvmeRead, Some(spill)) if to == Tier::Hbm => {
                 let (offset, len) = (src.offset(), src.bytes().get());
-                self.enqueue(task, move |access| {
-                    Ok(spill.read_staged(offset, len, &mut HostCopy::In(access.write(0)))?)
-                })
+                match self.inner().device.clone() {
+                    None => self.enqueue_access(task, move |access| {
+                        Ok(spill.read_staged(offset, len, &mut HostCopy::In(access.write(0)))?)
+                    }),
+                    Some(device) => self.enqueue(task, Kind::Host, move |views| {
+                        let stream = device.stream(lane);
+                        let mut copy = DeviceCopy::new(device, stream, views.writes[0], false);
+                        Ok(spill.read_staged(offset, len, &mut copy)?)
+                    }),
+                }
             }
             (Lane::NvmeWrite, Some(spill)) => {
                 let offset = dst.offset();
-                self.enqueue(task, move |access| Ok(spill.write(offset, access.read(0))?))
+                self.enqueue_access(task, move |access| Ok(spill.write(offset, access.read(0))?))
             }
             (Lane::NvmeRead, Some(spill)) => {
                 let offset = src.offset();
-                self.enqueue(task, move |access| Ok(spill.read(offset, access.write(0))?))
+                self.enqueue_access(task, move |access| Ok(spill.read(offset, access.write(0))?))
             }
-            _ => self.enqueue(task, |access| {
-                let (reads, mut writes) = access.split();
-                writes[0].copy_from_slice(reads[0]);
-                Ok(())
-            }),
+            _ => match self.inner().device.clone() {
+                None => self.submit(task, |access| {
+                    let (reads, mut writes) = access.split();
+                    writes[0].copy_from_slice(reads[0]);
+                    Ok(())
+                }),
+                Some(device) => self.enqueue(task, Kind::Stream, move |views| {
+                    let (from, to) = (views.reads[0], views.writes[0]);
+                    // SAFETY: both lie in the store's pinned arenas, and the waits derived from the hazards order the
+                    // streams.
+                    unsafe { device.copy(device.stream(lane), from.start(), to.start(), to.len()) }
+                }),
+            },
         }
     }
 

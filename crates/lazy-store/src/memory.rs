@@ -5,16 +5,42 @@
 //! `store.rs` see to.
 
 use std::marker::PhantomData;
+use std::sync::Arc;
 
 use lazy_model::Bytes;
-use memmap2::{MmapOptions, MmapRaw};
+use memmap2::{Advice, MmapOptions, MmapRaw};
 
+use crate::device::{Device, Pin, Stream};
 use crate::error::StoreError;
 
 /// Page-aligned anonymous memory. Pages are taken from the system as they are touched.
 pub(crate) struct Mapping {
+    /// Goes before the memory does.
+    pin: Option<Pin>,
     map: MmapRaw,
     len: u64,
+}
+
+/// The memory of the HBM tier.
+pub(crate) enum Hbm {
+    /// RAM: the host device.
+    Host(Mapping),
+    /// A device's, from this address on.
+    Device(View),
+}
+
+impl Hbm {
+    /// As [`Mapping::view`].
+    pub(crate) fn view(&self, offset: u64, len: u64) -> Option<View> {
+        match self {
+            Hbm::Host(mapping) => mapping.view(offset, len),
+            Hbm::Device(all) => {
+                let end = offset.checked_add(len)?;
+                let start = all.start.wrapping_add(offset as usize);
+                (end <= all.len as u64).then_some(View { start, len: len as usize })
+            }
+        }
+    }
 }
 
 impl Mapping {
@@ -23,7 +49,27 @@ impl Mapping {
         let len =
             usize::try_from(bytes.get()).map_err(|_| refused(std::io::ErrorKind::OutOfMemory.into()))?.max(1);
         let map = MmapOptions::new().len(len).no_reserve_swap().map_anon().map_err(refused)?;
-        Ok(Mapping { map: map.into(), len: bytes.get() })
+        Ok(Mapping { pin: None, map: map.into(), len: bytes.get() })
+    }
+
+    /// Takes all pages from the system, large ones where there are any, and pins them for a device.
+    pub(crate) fn pin(&mut self, what: &'static str, device: &Arc<dyn Device>) -> Result<(), StoreError> {
+        let refused = |source| StoreError::Memory { what, bytes: Bytes(self.len), source };
+        if self.len == 0 {
+            return Ok(());
+        }
+        // Without large pages everything works, a little slower.
+        let _ = self.map.advise(Advice::HugePage);
+        // Taken now: a lack of memory is an error here and not the end of the process in the middle of a step. Systems
+        // that do not know this take the pages while they pin them.
+        match self.map.advise(Advice::PopulateWrite) {
+            Err(e) if e.kind() != std::io::ErrorKind::InvalidInput => return Err(refused(e)),
+            _ => {}
+        }
+        // SAFETY: the pin is dropped before the mapping: fields are dropped in their order.
+        let pin = unsafe { Arc::clone(device).pin(self.map.as_mut_ptr(), self.len as usize) };
+        self.pin = Some(pin.map_err(StoreError::of_device)?);
+        Ok(())
     }
 
     /// A view of `len` bytes at `offset`, or `None` outside the mapping.
@@ -49,6 +95,8 @@ pub(crate) struct View {
 // SAFETY: a view is an address and a length. What may be done with it from which thread is the contract of
 // `Access::new`, the only place where a view becomes a slice.
 unsafe impl Send for View {}
+// SAFETY: as above.
+unsafe impl Sync for View {}
 
 /// The bytes of a task's extents, in the order in which its submission listed them.
 ///
@@ -116,7 +164,58 @@ impl<'a> Access<'a> {
     }
 }
 
+/// What a task puts work on a stream with: the stream, and the addresses of the task's extents.
+///
+/// Indices out of range panic, like those of a slice; the store turns a panic of a task into an error that names it.
+pub struct StreamAccess<'a> {
+    pub(crate) stream: Stream,
+    pub(crate) reads: &'a [View],
+    pub(crate) writes: &'a [View],
+}
+
+/// Where an extent lies, as the device addresses it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceRange {
+    /// Address of the first byte: a `CUdeviceptr` of CUDA.
+    pub address: u64,
+    /// Length.
+    pub bytes: Bytes,
+}
+
+impl StreamAccess<'_> {
+    /// The stream to put the work on. Work put elsewhere is not ordered by the store.
+    pub fn stream(&self) -> Stream {
+        self.stream
+    }
+
+    /// The `i`-th extent among the reads. Empty where the task also writes that extent.
+    pub fn read(&self, i: usize) -> DeviceRange {
+        self.reads[i].range()
+    }
+
+    /// The `i`-th extent among the writes.
+    pub fn write(&self, i: usize) -> DeviceRange {
+        self.writes[i].range()
+    }
+}
+
 impl View {
+    pub(crate) fn new(start: *mut u8, len: usize) -> View {
+        View { start, len }
+    }
+
+    pub(crate) fn start(self) -> *mut u8 {
+        self.start
+    }
+
+    pub(crate) fn len(self) -> usize {
+        self.len
+    }
+
+    fn range(self) -> DeviceRange {
+        DeviceRange { address: self.start.expose_provenance() as u64, bytes: Bytes(self.len as u64) }
+    }
+
     pub(crate) fn empty(self) -> View {
         View { len: 0, ..self }
     }

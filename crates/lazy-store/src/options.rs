@@ -8,19 +8,35 @@ use lazy_model::{Bytes, BytesPerSecond, Seconds};
 /// How to open a store. Budgets are hard limits.
 #[derive(Clone, Debug, Default)]
 pub struct StoreOptions {
-    /// Budget of the HBM tier. On the host device, an arena in RAM of its own.
+    /// The device whose memory the HBM tier is.
+    pub device: DeviceChoice,
+    /// Budget of the HBM tier, taken from the device when the store is opened. On the host device, an arena in RAM of its
+    /// own.
     pub hbm: Bytes,
-    /// Budget of the host tier.
+    /// Budget of the host tier. Beside a GPU, all of it is touched and pinned when the store is opened.
     pub host: Bytes,
     /// The NVMe tier, if there is to be one.
     pub nvme: Option<NvmeOptions>,
-    /// Rates that transfers are slowed down to.
+    /// Rates that transfers are slowed down to, on the host device.
     pub limits: LinkLimits,
     /// Fill every range with `0xFF` bytes (a NaN in `f32`, `bf16` and `f64`) before the first task that writes it under
     /// a new owner, so that what a task left unwritten, and whatever an earlier owner still reads, is seen.
     pub poison: bool,
     /// Who runs the queues.
     pub order: QueueOrder,
+}
+
+/// The device of a store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// RAM and the CPU: two arenas, and tasks that do their work on the store's threads.
+    #[default]
+    Host,
+    /// A GPU through the CUDA driver, by number; its lanes are streams in its primary context, which frameworks share.
+    Cuda {
+        /// The driver's number of the GPU, from 0.
+        ordinal: usize,
+    },
 }
 
 /// Who runs the queues, and in which order tasks of different lanes run.

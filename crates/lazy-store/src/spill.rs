@@ -173,7 +173,6 @@ impl Spill {
         2
     }
 
-    #[allow(dead_code, reason = "for devices that pin it")]
     /// Address and length of the staging memory, page-aligned, so that a device can pin it.
     pub(crate) fn staging_region(&self) -> (*mut u8, usize) {
         (std::ptr::null_mut(), 0)

@@ -9,12 +9,14 @@ use lazy_model::{Bytes, BytesPerSecond, Lane, Span, Tier};
 
 use crate::arena::Arena;
 use crate::clock::{Clock, Token};
+use crate::cuda::{Cuda, Gpu};
+use crate::device::{Device, Pin, Stream};
 use crate::drive;
 use crate::error::{BoxError, StoreError};
-use crate::lanes::{Lanes, Work};
-use crate::memory::{Access, Mapping, View};
+use crate::lanes::{Kind, Lanes, Work};
+use crate::memory::{Access, Hbm, Mapping, StreamAccess, View};
 use crate::mutants::{Mutant, Source, Wait};
-use crate::options::{LinkLimits, NvmeMode, QueueOrder, StoreOptions};
+use crate::options::{DeviceChoice, LinkLimits, NvmeMode, QueueOrder, StoreOptions};
 use crate::random::Random;
 use crate::spill::Spill;
 
@@ -77,13 +79,40 @@ pub(crate) struct Inner {
     state: Mutex<State>,
     /// Told of every submission and completion.
     pub(crate) changed: Condvar,
-    hbm: Mapping,
+    hbm: Hbm,
     host: Mapping,
+    /// Goes before the memory it pins, which is the spill file's.
+    _staging_pin: Option<Pin>,
     pub(crate) spill: Option<Arc<Spill>>,
+    /// A device with streams; none for the host device.
+    pub(crate) device: Option<Arc<dyn Device>>,
+    /// The same, where it is CUDA.
+    pub(crate) cuda: Option<Arc<Cuda>>,
     limits: LinkLimits,
     poison: bool,
     /// The generator of the seeded order; whoever holds it runs the tasks.
     pub(crate) seeded: Option<Mutex<Random>>,
+}
+
+/// Where a task's extents lie, those on NVMe left out.
+pub(crate) struct Views {
+    pub(crate) reads: Vec<View>,
+    pub(crate) writes: Vec<View>,
+    /// Those of `writes` that are to be poisoned first.
+    fresh: Vec<usize>,
+}
+
+impl Views {
+    /// Puts the poisoning on a stream.
+    pub(crate) fn poison_on(&self, device: &dyn Device, stream: Stream) -> Result<(), BoxError> {
+        for &i in &self.fresh {
+            let view = self.writes[i];
+            // SAFETY: the waits derived from the hazards hold back this stream until earlier users of these bytes are
+            // done; extents that are live at once do not overlap.
+            unsafe { device.fill(stream, view.start(), view.len(), POISON) }?;
+        }
+        Ok(())
+    }
 }
 
 /// Everything that changes as tasks are submitted and completed.
@@ -149,12 +178,12 @@ impl Inner {
     }
 
     fn view(&self, extent: &Extent) -> Option<View> {
-        let mapping = match extent.tier {
-            Tier::Hbm => &self.hbm,
-            Tier::Host => &self.host,
-            Tier::Nvme => return None,
-        };
-        mapping.view(extent.offset, extent.bytes.get())
+        let (offset, len) = (extent.offset, extent.bytes.get());
+        match extent.tier {
+            Tier::Hbm => self.hbm.view(offset, len),
+            Tier::Host => self.host.view(offset, len),
+            Tier::Nvme => None,
+        }
     }
 }
 
@@ -274,12 +303,39 @@ impl Store {
             next_extent: 0,
             mutant: Mutant::default(),
         };
+        let cuda = match options.device {
+            DeviceChoice::Host => None,
+            DeviceChoice::Cuda { ordinal } => {
+                refuse_on_cuda(&options)?;
+                Some(Arc::new(Cuda::open(ordinal, options.hbm)?))
+            }
+        };
+        let device = cuda.clone().map(|cuda| cuda as Arc<dyn Device>);
+        let mut host = Mapping::new("the host arena", options.host.saturating_sub(staging))?;
+        let mut staging_pin = None;
+        let hbm = match &device {
+            None => Hbm::Host(Mapping::new("the hbm arena", options.hbm)?),
+            Some(device) => {
+                device.bind().map_err(StoreError::of_device)?;
+                host.pin("the host arena", device)?;
+                if let Some((start, len)) = spill.as_ref().map(Spill::staging_region).filter(|r| r.1 > 0) {
+                    // SAFETY: the region is mapped as long as the spill file is open, and the pin goes before that does.
+                    let pin = unsafe { Arc::clone(device).pin(start, len) };
+                    staging_pin = Some(pin.map_err(StoreError::of_device)?);
+                }
+                let len = usize::try_from(options.hbm.get()).unwrap_or(usize::MAX);
+                Hbm::Device(View::new(device.hbm(), len))
+            }
+        };
         let inner = Arc::new(Inner {
             state: Mutex::new(state),
             changed: Condvar::new(),
-            hbm: Mapping::new("the hbm arena", options.hbm)?,
-            host: Mapping::new("the host arena", options.host.saturating_sub(staging))?,
+            hbm,
+            host,
+            _staging_pin: staging_pin,
             spill: spill.map(Arc::new),
+            device,
+            cuda,
             limits: options.limits,
             poison: options.poison,
             seeded: match options.order {
@@ -291,8 +347,10 @@ impl Store {
         let mut handle = Handle { inner, threads: Vec::new() };
         if options.order == QueueOrder::Threads {
             for lane in Lane::ALL {
-                let thread = drive::spawn(&handle.inner, lane)?;
-                handle.threads.push(thread);
+                handle.threads.push(drive::spawn(&handle.inner, lane)?);
+                if let Some(device) = handle.inner.device.clone() {
+                    handle.threads.push(drive::spawn_completer(&handle.inner, device, lane)?);
+                }
             }
         }
         Ok(Store { handle: Arc::new(handle) })
@@ -343,8 +401,8 @@ impl Store {
         drop(extent);
     }
 
-    /// Queues a task. Returns at once; `run` is called on another thread when the task's turn has come and everything it
-    /// has to wait for is done. It must not wait for events or for the store itself.
+    /// Queues a task that does its work on the CPU. Returns at once; `run` is called on another thread when the task's turn
+    /// has come and everything it has to wait for is done. It must not wait for events or for the store itself.
     ///
     /// If an earlier task failed and [`Store::synchronize`] has not yet reported that, the task completes without
     /// running.
@@ -352,23 +410,75 @@ impl Store {
     /// # Errors
     ///
     /// [`StoreError::NotWritten`] for a read of something never written, [`StoreError::WrittenTwice`],
-    /// [`StoreError::NotInMemory`] for an NVMe extent, [`StoreError::Foreign`]. Nothing was queued then.
+    /// [`StoreError::NotInMemory`] for an NVMe extent and, beside a GPU, for one in HBM, [`StoreError::Foreign`]. Nothing was
+    /// queued then.
     pub fn submit(
         &self,
         task: Submission<'_>,
         run: impl FnOnce(&mut Access<'_>) -> Result<(), BoxError> + Send + 'static,
     ) -> Result<Event, StoreError> {
+        let mut extents = task.reads.iter().chain(task.writes);
+        let on_device = self.inner().device.is_some();
+        if extents.any(|e| e.tier == Tier::Nvme || on_device && e.tier == Tier::Hbm) {
+            return Err(StoreError::NotInMemory { task: task.name });
+        }
+        self.enqueue_access(task, run)
+    }
+
+    /// Queues a task that puts its work on the device's stream for its lane. Returns at once; `issue` is called on another
+    /// thread, often long before what the task waits for has run: the stream waits for that. It must put work on that stream
+    /// only, and wait for nothing. The extents stay as they are until that work has run.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Device`] on the host device, which has no streams, and those of [`Store::submit`].
+    pub fn launch(
+        &self,
+        task: Submission<'_>,
+        issue: impl FnOnce(&StreamAccess<'_>) -> Result<(), BoxError> + Send + 'static,
+    ) -> Result<Event, StoreError> {
+        let Some(device) = self.inner().device.clone() else {
+            let (device, what) = ("the host device", "launch work on a stream");
+            let instead = "it has none; submit a task that does its work in the call";
+            return Err(StoreError::Device { device, what, instead });
+        };
         if task.reads.iter().chain(task.writes).any(|e| e.tier == Tier::Nvme) {
             return Err(StoreError::NotInMemory { task: task.name });
         }
-        self.enqueue(task, run)
+        let stream = device.stream(task.lane);
+        self.enqueue(task, Kind::Stream, move |views| {
+            views.poison_on(&*device, stream)?;
+            issue(&StreamAccess { stream, reads: &views.reads, writes: &views.writes })
+        })
     }
 
-    /// [`Store::submit`], for tasks that also name NVMe extents. [`Access`] leaves those out.
-    pub(crate) fn enqueue(
+    /// [`Store::submit`], for tasks that also name NVMe extents. [`Access`] leaves those out. Nothing in the memory of a
+    /// device may be among them.
+    pub(crate) fn enqueue_access(
         &self,
         task: Submission<'_>,
         run: impl FnOnce(&mut Access<'_>) -> Result<(), BoxError> + Send + 'static,
+    ) -> Result<Event, StoreError> {
+        self.enqueue(task, Kind::Host, move |views| {
+            let Views { reads, writes, fresh } = views;
+            // SAFETY: the mappings live as long as `Inner`, and tasks run only from within it. `check` made sure that no
+            // write is listed twice and in-place reads are empty. The waits derived from the hazards hold back this task
+            // until earlier users of these bytes are done, and later ones until this task is; extents that are live at
+            // once do not overlap.
+            let mut access = unsafe { Access::new(reads, writes) };
+            for i in fresh {
+                access.write(i).fill(POISON);
+            }
+            run(&mut access)
+        })
+    }
+
+    /// Queues a task. The one place where anything is.
+    pub(crate) fn enqueue(
+        &self,
+        task: Submission<'_>,
+        kind: Kind,
+        run: impl FnOnce(Views) -> Result<(), BoxError> + Send + 'static,
     ) -> Result<Event, StoreError> {
         let inner = self.inner();
         self.check(&task)?;
@@ -389,19 +499,9 @@ impl Store {
                 hazards.is_some_and(|h| h.last_write.is_none())
             })
             .collect();
-        let work: Work = Box::new(move || {
-            // SAFETY: the mappings live as long as `Inner`, and tasks run only from within it. `check` made sure that no
-            // write is listed twice and in-place reads are empty. The waits derived from the hazards hold back this task
-            // until earlier users of these bytes are done, and later ones until this task is; extents that are live at
-            // once do not overlap.
-            let mut access = unsafe { Access::new(reads, writes) };
-            for i in fresh {
-                access.write(i).fill(POISON);
-            }
-            run(&mut access)
-        });
+        let work: Work = Box::new(move || run(Views { reads, writes, fresh }));
         let work = state.mutant.delayed(task.lane, work);
-        let token = state.lanes.push(task.lane, task.name.clone(), task.bytes, waits, work);
+        let token = state.lanes.push((task.lane, kind), task.name.clone(), task.bytes, waits, work);
         state.note(&task, token);
         drop(state);
         inner.changed.notify_all();
@@ -447,8 +547,14 @@ impl Store {
         if let Some(spill) = &self.inner().spill {
             spill.start_step();
         }
-        let mut state = self.inner().lock();
-        state.lanes.start_step();
+        let inner = self.inner();
+        let base = inner.device.as_ref().and_then(|device| {
+            // Without a time of the device's the step has no spans of its streams; what ails it comes out elsewhere.
+            device.bind().ok()?;
+            Arc::clone(device).now().ok()
+        });
+        let mut state = inner.lock();
+        state.lanes.start_step(base);
         for tier in Tier::ALL {
             if let Some(arena) = state.arena_mut(tier) {
                 arena.reset_peak();
@@ -476,6 +582,11 @@ impl Store {
         self.inner().lock().arena(tier).map_or(Bytes::ZERO, Arena::budget)
     }
 
+    /// The GPU whose memory the HBM tier is, if it is one's.
+    pub fn gpu(&self) -> Option<&Gpu> {
+        self.inner().cuda.as_deref().map(Cuda::gpu)
+    }
+
     /// How the spill file is read and written: what was asked for, what was obtained and why.
     pub fn nvme_mode(&self) -> Option<&NvmeMode> {
         self.inner().spill.as_deref().map(Spill::mode)
@@ -489,6 +600,18 @@ impl Store {
     pub(crate) fn inner(&self) -> &Arc<Inner> {
         &self.handle.inner
     }
+}
+
+/// What makes no sense beside a GPU is refused, not ignored.
+fn refuse_on_cuda(options: &StoreOptions) -> Result<(), StoreError> {
+    let refused = |what, instead| Err(StoreError::Device { device: "the CUDA device", what, instead });
+    if options.limits != LinkLimits::default() {
+        return refused("slow its links down", "leave the limits away, or use the host device");
+    }
+    if options.order != QueueOrder::Threads {
+        return refused("run in an order drawn from a seed", "use threads, or the host device");
+    }
+    Ok(())
 }
 
 impl Drop for Handle {
@@ -555,6 +678,14 @@ impl Drop for Extent {
 }
 
 impl Event {
+    /// Its place in the queues, if it is of `store`.
+    pub(crate) fn token_in(&self, store: &Store) -> Result<Token, StoreError> {
+        if Arc::ptr_eq(&self.inner, store.inner()) {
+            return Ok(self.token);
+        }
+        Err(StoreError::Foreign { task: "a caller's stream".to_owned(), what: "event" })
+    }
+
     /// Waits until the task has completed. Whether it failed is what [`Store::synchronize`] says.
     pub fn wait(&self) {
         drop(drive::wait_until(&self.inner, |s| s.lanes.is_done(self.token)));
