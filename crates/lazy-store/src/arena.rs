@@ -179,3 +179,221 @@ impl Arena {
         inherited
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use lazy_model::Lane;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::clock::Token;
+
+    /// One entry a byte: who holds it, and which tasks of former owners may still be using it.
+    struct ByteMap {
+        held: Vec<Option<usize>>,
+        used: Vec<Clock>,
+        alignment: usize,
+        padding: usize,
+    }
+
+    impl ByteMap {
+        fn new(budget: usize, alignment: usize, padding: usize) -> Self {
+            ByteMap { held: vec![None; budget], used: vec![Clock::default(); budget], alignment, padding }
+        }
+
+        fn padded(&self, bytes: usize) -> usize {
+            bytes.div_ceil(self.padding) * self.padding
+        }
+
+        fn is_free(&self, start: usize, len: usize) -> bool {
+            start + len <= self.held.len() && self.held[start..start + len].iter().all(Option::is_none)
+        }
+
+        fn aligned(&self) -> impl Iterator<Item = usize> {
+            (0..self.held.len()).step_by(self.alignment)
+        }
+
+        fn first_fit(&self, len: usize) -> Option<usize> {
+            self.aligned().find(|&start| self.is_free(start, len))
+        }
+
+        /// Longest range that an extent could get.
+        fn longest(&self) -> usize {
+            let free = |start: &usize| self.held[*start..].iter().take_while(|h| h.is_none()).count();
+            self.aligned().map(|start| free(&start)).max().unwrap_or(0)
+        }
+
+        fn take(&mut self, who: usize, start: usize, len: usize) -> Clock {
+            let mut inherited = Clock::default();
+            for byte in start..start + len {
+                self.held[byte] = Some(who);
+                inherited.join(&std::mem::take(&mut self.used[byte]));
+            }
+            inherited
+        }
+
+        fn release(&mut self, who: usize, clock: Clock) {
+            for (held, used) in self.held.iter_mut().zip(&mut self.used) {
+                if *held == Some(who) {
+                    *held = None;
+                    *used = clock;
+                }
+            }
+        }
+
+        fn live(&self) -> usize {
+            self.held.iter().flatten().count()
+        }
+    }
+
+    /// What of `clock` is still to come after `done`.
+    fn outstanding(clock: &Clock, done: &Clock) -> Clock {
+        let mut left = Clock::default();
+        for lane in Lane::ALL.into_iter().filter(|&lane| clock.get(lane) > done.get(lane)) {
+            left.set(lane, clock.get(lane));
+        }
+        left
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Reserve {
+            bytes: usize,
+        },
+        ReserveAt {
+            offset: usize,
+            bytes: usize,
+        },
+        /// Of one that is held, while the task that comes so much later on a lane may be using it.
+        Release {
+            which: usize,
+            lane: usize,
+            ahead: u64,
+        },
+        /// Tasks of a lane complete.
+        Complete {
+            lane: usize,
+            tasks: u64,
+        },
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let bytes = || prop_oneof![0..300usize, Just(64), Just(65), 0..1200usize];
+        // Mostly aligned to 64, to 16, or not at all.
+        let offset = prop_oneof![3 => (0..20usize).prop_map(|i| 64 * i), 2 => (0..70usize).prop_map(|i| 16 * i), 1 => 0..1100usize];
+        prop_oneof![
+            4 => bytes().prop_map(|bytes| Step::Reserve { bytes }),
+            4 => (offset, bytes()).prop_map(|(offset, bytes)| Step::ReserveAt { offset, bytes }),
+            5 => (any::<usize>(), 0..Lane::ALL.len(), 0..4u64)
+                .prop_map(|(which, lane, ahead)| Step::Release { which, lane, ahead }),
+            1 => (0..Lane::ALL.len(), 1..4u64).prop_map(|(lane, tasks)| Step::Complete { lane, tasks }),
+        ]
+    }
+
+    fn agrees_with_the_map(steps: &[Step], budget: usize, alignment: usize, padding: usize) {
+        let mut arena = Arena::new(Tier::Hbm, Bytes(budget as u64), alignment as u64, padding as u64);
+        let mut map = ByteMap::new(budget, alignment, padding);
+        // Number, place, and what the first writer has to wait for.
+        let mut held: Vec<(usize, Reserved)> = Vec::new();
+        let (mut done, mut peak) = (Clock::default(), 0);
+        for (who, step) in steps.iter().enumerate() {
+            let reserved = match *step {
+                Step::Reserve { bytes } => {
+                    let place = map.first_fit(map.padded(bytes));
+                    match arena.reserve(Bytes(bytes as u64), &done) {
+                        // An empty extent lies nowhere in particular.
+                        Ok(range) if bytes > 0 => {
+                            assert_eq!(Some(range.offset as usize), place, "the lowest free range");
+                            Some((range, bytes))
+                        }
+                        Ok(range) => {
+                            assert_eq!(range.occupied, 0);
+                            None
+                        }
+                        Err(StoreError::OutOfBudget { wanted, live, longest: told, .. }) => {
+                            assert_eq!(place, None);
+                            let told = [wanted, live, told].map(|b| b.get() as usize);
+                            assert_eq!(told, [map.padded(bytes), map.live(), map.longest()]);
+                            None
+                        }
+                        Err(error) => panic!("{error}"),
+                    }
+                }
+                Step::ReserveAt { offset, bytes } => {
+                    let len = map.padded(bytes);
+                    match arena.reserve_at(offset as u64, Bytes(bytes as u64), &done) {
+                        Ok(range) => {
+                            assert!(offset % alignment == 0 && map.is_free(offset, len));
+                            assert_eq!(range.offset as usize, offset);
+                            (bytes > 0).then_some((range, bytes))
+                        }
+                        Err(StoreError::Misaligned { .. }) => {
+                            assert_ne!(offset % alignment, 0);
+                            None
+                        }
+                        Err(StoreError::OutsideBudget { .. }) => {
+                            assert!(offset + len > budget);
+                            None
+                        }
+                        Err(StoreError::Overlap { other_offset, .. }) => {
+                            assert!(!map.is_free(offset, len) && map.held[other_offset as usize].is_some());
+                            None
+                        }
+                        Err(error) => panic!("{error}"),
+                    }
+                }
+                Step::Release { which, lane, ahead } if !held.is_empty() => {
+                    let (who, range) = held.swap_remove(which % held.len());
+                    // As the store does: users of this owner, and what it inherited and nobody waited for.
+                    let mut clock = range.inherited;
+                    let lane = Lane::ALL[lane];
+                    clock.add(Token { lane, seq: done.get(lane) + ahead });
+                    arena.release(range.offset, range.occupied, clock, &done);
+                    map.release(who, clock);
+                    None
+                }
+                Step::Complete { lane, tasks } => {
+                    let lane = Lane::ALL[lane];
+                    done.set(lane, done.get(lane) + tasks);
+                    None
+                }
+                Step::Release { .. } => None,
+            };
+            if let Some((range, bytes)) = reserved {
+                assert_eq!(
+                    range.occupied as usize,
+                    map.padded(bytes),
+                    "no more than asked for, and its padding"
+                );
+                let inherited = map.take(who, range.offset as usize, range.occupied as usize);
+                assert_eq!(outstanding(&range.inherited, &done), outstanding(&inherited, &done));
+                held.push((who, range));
+            }
+            peak = peak.max(map.live());
+            assert_eq!((arena.live_bytes(), arena.peak()), (Bytes(map.live() as u64), Bytes(peak as u64)));
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn t17_ranges_counts_and_waits_are_those_of_a_map_of_bytes(steps in prop::collection::vec(step(), 1..80)) {
+            // Memory: offsets aligned, lengths exact. NVMe: both in blocks.
+            agrees_with_the_map(&steps, 1000, 64, 1);
+            agrees_with_the_map(&steps, 1024, 16, 16);
+        }
+    }
+
+    #[test]
+    fn t17_a_pool_of_equal_extents_is_filled_to_the_byte() {
+        // 20 boundaries of 704 MiB: nothing is rounded up to a power of two.
+        let each = Bytes::from_mib(704);
+        let mut arena = Arena::new(Tier::Host, Bytes(20 * each.get()), 64, 1);
+        for i in 0..20 {
+            assert_eq!(arena.reserve(each, &Clock::default()).unwrap().offset, i * each.get());
+        }
+        assert_eq!(arena.live_bytes(), Bytes(20 * each.get()));
+        assert!(matches!(arena.reserve(Bytes(1), &Clock::default()), Err(StoreError::OutOfBudget { .. })));
+    }
+}

@@ -8,6 +8,8 @@
 
 mod mutants;
 mod program;
+mod runs;
+mod steps;
 mod sweep;
 
 use std::path::Path;
