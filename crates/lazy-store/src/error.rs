@@ -199,9 +199,9 @@ pub enum StoreError {
         path = path.display()
     )]
     NoSpace {
-        /// The file that was to be made.
+        /// The file that was to be made or written.
         path: PathBuf,
-        /// Bytes needed.
+        /// Bytes needed: the file's, or what was left of a write.
         needed: Bytes,
         /// Bytes free on its file system.
         free: Bytes,

@@ -276,6 +276,11 @@ impl Transfer<'_> {
     }
 
     fn refused(&self, start: usize, len: usize, source: io::Error) -> StoreError {
+        let full = matches!(Errno::from_io_error(&source), Some(Errno::NOSPC | Errno::DQUOT));
+        if full && let Ok(free) = fs::free_space(&self.file.file, &self.file.path) {
+            let needed = Bytes((self.len - start) as u64);
+            return StoreError::NoSpace { path: self.file.path.clone(), needed, free };
+        }
         StoreError::Io {
             op: self.op.name(),
             path: self.file.path.clone(),
