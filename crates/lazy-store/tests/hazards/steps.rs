@@ -231,3 +231,38 @@ fn r2_an_event_of_an_earlier_step_is_done_and_one_of_another_store_is_refused() 
     let task = Submission { after: &stale, ..Submission::new(Lane::Compute, "step 3") };
     assert!(matches!(store_b.submit(task, |_| Ok(())), Err(StoreError::Foreign { what: "event", .. })));
 }
+
+#[test]
+fn t5_handles_dropped_at_once_leave_nothing_in_the_next_owners_bytes() {
+    let store = store(QueueOrder::Threads, 4, LinkLimits::default());
+    let mut toy = Toy { store: &store, random: Random(0), delays: false };
+    let (sender, wrong) = mpsc::channel();
+    let times = 10_000 * deep(10);
+    for i in 0..times {
+        // Everything of a round is given back while it is queued, and some of it panics.
+        let byte = i as u8;
+        let (x, host) = (toy.hbm(), store.reserve(Tier::Host, LEN).unwrap());
+        toy.submit(Lane::Compute, format!("fill {i}"), &[], &x, move |access| access.write(0).fill(byte));
+        store.copy("out", &x, &host, &[]).unwrap();
+        drop(x);
+        let sender = sender.clone();
+        let reads = [&host];
+        let check = Submission { reads: &reads, ..Submission::new(Lane::Optimizer, format!("check {i}")) };
+        store
+            .submit(check, move |access| {
+                if access.read(0) != [byte; LEN.0 as usize] {
+                    sender.send(i)?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        if i % 1000 == 999 {
+            store.submit(Submission::new(Lane::Compute, "bad"), |_| panic!("on purpose")).unwrap();
+            drop(host);
+            assert!(matches!(store.synchronize(), Err(StoreError::Panicked { .. })));
+        }
+    }
+    store.synchronize().unwrap();
+    assert_eq!(wrong.try_iter().next(), None);
+    assert!(Tier::ALL.iter().all(|&tier| store.live(tier) == Bytes::ZERO));
+}

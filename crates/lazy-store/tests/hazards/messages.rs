@@ -1,0 +1,54 @@
+//! docs/failures.md quotes what users see.
+
+use std::path::PathBuf;
+
+use lazy_store::{Bytes, Lane, StoreError, Tier};
+
+const PAGE: &str = include_str!("../../../../docs/failures.md");
+
+#[test]
+fn the_page_of_failures_quotes_the_messages_as_they_are() {
+    let spill = || PathBuf::from("/nvme/spill-71-0");
+    let refused = |errno| std::io::Error::from_raw_os_error(errno);
+    let (gib, mib) = (Bytes::from_gib, Bytes::from_mib);
+    let forward = || "forward 3".to_owned();
+    let errors = [
+        StoreError::NoSpace { path: spill(), needed: gib(100.0), free: gib(61.25) },
+        StoreError::Short { op: "read", path: spill(), offset: 1 << 20, wanted: 1 << 20, got: 0 },
+        StoreError::Io { op: "read", path: spill(), offset: 4 << 20, bytes: mib(1), source: refused(5) },
+        StoreError::Corrupt {
+            path: spill(),
+            offset: 8192,
+            bytes: Bytes(4096),
+            extent: 8192,
+            wanted: 0x1c29_1ca3,
+            got: 0x8d5b_60f1,
+        },
+        StoreError::InUse { path: "/nvme/state".into() },
+        StoreError::Exists { path: "/nvme/state/a".into() },
+        StoreError::BadName { name: "../a".into() },
+        StoreError::File { op: "make the folder", path: "/nvme".into(), source: refused(13) },
+        StoreError::NoSpillDir,
+        StoreError::NoNvme,
+        StoreError::NotWritten { task: forward(), tier: Tier::Hbm, offset: 4096, bytes: Bytes(1024) },
+        StoreError::Foreign { task: forward(), what: "event" },
+        StoreError::OutOfBudget {
+            tier: Tier::Host,
+            wanted: mib(704),
+            live: gib(13.125),
+            budget: gib(13.5),
+            longest: mib(384),
+        },
+        StoreError::OutsideBudget { tier: Tier::Hbm, offset: 4096, wanted: Bytes(1024), budget: Bytes(4096) },
+        StoreError::StagingOverBudget { staging: gib(2.0), budget: gib(1.0) },
+        StoreError::Memory { what: "the host arena", bytes: gib(512.0), source: refused(12) },
+        StoreError::Panicked { task: "backward 7".into(), lane: Lane::Compute, message: "overflow".into() },
+        StoreError::Worker { name: "lazy compute".into(), reason: refused(11).to_string() },
+    ];
+    // Code spans around a code span within a message are not part of it.
+    let page = PAGE.replace('`', "");
+    for error in errors {
+        let text = error.to_string().replace('`', "");
+        assert!(page.contains(&text), "docs/failures.md lacks: {text}");
+    }
+}
