@@ -18,10 +18,14 @@ use rustix::io::Errno;
 pub use crate::buffer::AlignedBuf;
 use crate::error::StoreError;
 use crate::io::hooks::{Change, Hooks};
-use crate::io::{Buffer, Op, OpenFile, Queue, fs, probe, transfer};
+use crate::io::make::{create, make_private_dir};
+use crate::io::note::Watch;
+use crate::io::slots::Slots;
+use crate::io::stripes::{OpenFile, Stripes};
+use crate::io::transfer::{Engine, Job, Memory};
+use crate::io::{Op, Queue, fs, probe};
 pub use crate::options::IoOptions;
 use crate::options::NvmeMode;
-use crate::spill::{create, make_private_dir};
 
 /// A folder of durable files. Cheap to clone.
 #[derive(Clone)]
@@ -57,13 +61,13 @@ struct Dir {
 }
 
 struct Opened {
-    file: OpenFile,
+    files: Arc<Stripes>,
     len: u64,
     /// A flush failed: what was written since the last good one may be gone.
     sync_failed: AtomicBool,
 }
 
-struct Job {
+struct Order {
     file: Arc<Opened>,
     offset: u64,
     buffer: AlignedBuf,
@@ -73,22 +77,24 @@ struct Job {
 /// A thread with a request queue of its own, for one direction.
 struct Worker {
     op: Op,
-    jobs: Option<SyncSender<Job>>,
+    jobs: Option<SyncSender<Order>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
-    fn start(op: Op, mut queue: Box<dyn Queue>, depth: usize) -> Result<Self, StoreError> {
-        let (jobs, received) = sync_channel::<Job>(depth.max(1));
+    fn start(op: Op, queue: Box<dyn Queue>, depth: usize) -> Result<Self, StoreError> {
+        let (jobs, received) = sync_channel::<Order>(depth.max(1));
         let name = format!("lazy durable {}", op.name());
         let run = move || {
-            for Job { file, offset, mut buffer, done } in received {
-                let bytes = match op {
-                    Op::Read => Buffer::Read(buffer.as_mut_slice()),
-                    Op::Write => Buffer::Write(buffer.as_slice()),
+            let mut engine = Engine::new(queue, op, Slots::none());
+            for Order { file, offset, mut buffer, done } in received {
+                let memory = match op {
+                    Op::Read => Memory::Read(buffer.as_mut_slice()),
+                    Op::Write => Memory::Write(buffer.as_slice()),
                 };
                 let started = Instant::now();
-                let result = transfer(queue.as_mut(), &file.file, offset, bytes);
+                let job = Job { files: Arc::clone(&file.files), offset, memory, watch: Watch::default() };
+                let result = engine.one(job).map(|_| ());
                 // Nobody waits for an operation whose handle was leaked.
                 let _ = done.send((buffer, result, started, Instant::now()));
             }
@@ -103,8 +109,8 @@ impl Worker {
     /// Queues a job; waits while the queue is full.
     fn submit(&self, file: &Arc<Opened>, offset: u64, buffer: AlignedBuf) -> Pending {
         let (done, receiver) = sync_channel(1);
-        let job = Job { file: Arc::clone(file), offset, buffer, done };
-        match self.jobs.as_ref().map(|jobs| jobs.send(job)) {
+        let order = Order { file: Arc::clone(file), offset, buffer, done };
+        match self.jobs.as_ref().map(|jobs| jobs.send(order)) {
             Some(Ok(())) => Pending { receiver: Some(receiver) },
             Some(Err(refused)) => Pending::failed(refused.0.buffer, self.gone()),
             // Only while the folder is being dropped, and then nobody holds a file of it.
@@ -324,8 +330,9 @@ impl DurableDir {
     }
 
     fn opened(&self, file: File, path: PathBuf, len: u64) -> DurableFile {
-        let file = OpenFile { file, path, granularity: self.inner.mode.granularity };
-        let file = Opened { file, len, sync_failed: AtomicBool::new(false) };
+        let NvmeMode { granularity, alignment, .. } = self.inner.mode;
+        let files = Arc::new(Stripes::one(OpenFile::new(file, path, granularity), alignment));
+        let file = Opened { files, len, sync_failed: AtomicBool::new(false) };
         DurableFile { file: Arc::new(file), dir: Arc::clone(&self.inner) }
     }
 
@@ -364,7 +371,7 @@ impl DurableFile {
     }
 
     fn submit(&self, worker: &Worker, offset: u64, buffer: AlignedBuf) -> Pending {
-        let file = &self.file.file;
+        let file = self.file.files.file(0);
         match self.dir.check_range(&file.path, offset, buffer.len() as u64, self.file.len) {
             Ok(()) => worker.submit(&self.file, offset, buffer),
             Err(error) => Pending::failed(buffer, error),
@@ -378,7 +385,7 @@ impl DurableFile {
     /// [`StoreError::File`] where the flush fails, and [`StoreError::SyncFailed`] ever after: the system may have dropped
     /// the unflushed bytes, and a second flush that succeeds would hide it.
     pub fn sync_data(&self) -> Result<(), StoreError> {
-        let file = &self.file.file;
+        let file = self.file.files.file(0);
         if self.file.sync_failed.load(Ordering::Acquire) {
             return Err(StoreError::SyncFailed { path: file.path.clone() });
         }
@@ -403,7 +410,7 @@ impl DurableFile {
 
     /// Its path.
     pub fn path(&self) -> &Path {
-        &self.file.file.path
+        &self.file.files.file(0).path
     }
 }
 

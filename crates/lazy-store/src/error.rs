@@ -201,7 +201,7 @@ pub enum StoreError {
     NoSpace {
         /// The file that was to be made or written.
         path: PathBuf,
-        /// Bytes needed: the file's, or what was left of a write.
+        /// Bytes needed: the file's, or what was left of a write request.
         needed: Bytes,
         /// Bytes free on its file system.
         free: Bytes,

@@ -12,7 +12,9 @@
 //! | [`Lane`] | an ordered queue: compute, the two copy directions, the two NVMe directions, optimizer |
 //! | [`Submission`] | one task: its lane, its name, and the extents it reads and writes |
 //! | [`Event`] | the completion of a task |
-//! | [`NvmeMode`] | how the spill file is read and written: what was asked for, what was obtained, and why |
+//! | [`NvmeOptions`] | the NVMe tier: its folders (one a drive), back end, checksums, staging |
+//! | [`NvmeMode`] | how the spill files are read and written: what was asked for, what was obtained, and why |
+//! | [`DriveReport`] | what each drive did: bytes, rates, whether it is slow, the share of its endurance used |
 //! | [`durable`] | files that outlive the run: preallocated, flushed, linked, renamed |
 //! | [`scratch`] | folders of a run's spill files, and the sweep of those that dead runs left |
 //!

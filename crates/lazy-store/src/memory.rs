@@ -12,6 +12,7 @@ use memmap2::{Advice, MmapOptions, MmapRaw};
 
 use crate::device::{Device, Pin, Stream};
 use crate::error::StoreError;
+use crate::io::Window;
 
 /// Page-aligned anonymous memory. Pages are taken from the system as they are touched.
 pub(crate) struct Mapping {
@@ -70,6 +71,11 @@ impl Mapping {
         let pin = unsafe { Arc::clone(device).pin(self.map.as_mut_ptr(), self.len as usize) };
         self.pin = Some(pin.map_err(StoreError::of_device)?);
         Ok(())
+    }
+
+    /// All of it, as a place.
+    pub(crate) fn window(&self) -> Window {
+        Window { start: self.map.as_mut_ptr(), len: self.len as usize }
     }
 
     /// A view of `len` bytes at `offset`, or `None` outside the mapping.

@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use crate::error::StoreError;
 use crate::io::fs::is_local;
-use crate::spill::make_private_dir;
+use crate::io::make::make_private_dir;
 
 const PREFIX: &str = "lazy-run-";
 /// A folder on its way to becoming a run folder; no sweep looks at it.

@@ -283,7 +283,7 @@ impl Store {
         Store::with_spill(options, spill.transpose()?)
     }
 
-    fn with_spill(options: StoreOptions, spill: Option<Spill>) -> Result<Store, StoreError> {
+    fn with_spill(options: StoreOptions, mut spill: Option<Spill>) -> Result<Store, StoreError> {
         let staging = spill.as_ref().map_or(Bytes::ZERO, Spill::staging);
         if staging > options.host {
             return Err(StoreError::StagingOverBudget { staging, budget: options.host });
@@ -327,6 +327,10 @@ impl Store {
                 Hbm::Device(View::new(device.hbm(), len))
             }
         };
+        if let Some(spill) = &mut spill {
+            // SAFETY: the mapping lives as long as `Inner`, and only tasks, run from within it, read and write spill files.
+            unsafe { spill.register_memory(host.window(), device.is_some()) };
+        }
         let inner = Arc::new(Inner {
             state: Mutex::new(state),
             changed: Condvar::new(),

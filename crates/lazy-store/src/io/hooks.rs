@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use super::{OpenFile, Queue};
+use super::Queue;
+use super::stripes::OpenFile;
 use crate::error::StoreError;
 
 /// A change of a folder of durable files, or a flush.

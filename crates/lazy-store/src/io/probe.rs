@@ -3,12 +3,18 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use lazy_model::Bytes;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
 
-use super::{Buffer, OpenFile, Queue, fs, posix::Posix, transfer};
+use super::note::Watch;
+use super::pool::{Pool, Positioned};
+use super::slots::Slots;
+use super::stripes::{OpenFile, Stripes};
+use super::transfer::{Engine, Job, Memory};
+use super::{Op, Queue, fs};
 use crate::buffer::AlignedBuf;
 use crate::error::StoreError;
 use crate::options::{Backend, BackendChoice, DirectChoice, NvmeMode};
@@ -27,7 +33,7 @@ pub(crate) fn queue(backend: Backend, depth: usize) -> Result<Box<dyn Queue>, St
         Backend::Uring => Ok(Box::new(super::uring::Uring::new(depth)?)),
         #[cfg(not(target_os = "linux"))]
         Backend::Uring => Err("io_uring exists on Linux only".to_owned()),
-        Backend::Posix => Ok(Box::new(Posix::default())),
+        Backend::Posix => Ok(Box::new(Pool::new(Positioned, depth))),
         Backend::CufileDirect | Backend::CufileCompat => Err(NO_CUFILE.to_owned()),
     }
 }
@@ -39,10 +45,10 @@ pub(crate) fn settle(
     asked_direct: DirectChoice,
 ) -> Result<NvmeMode, StoreError> {
     let mut fallbacks = Vec::new();
-    let (backend, mut queue) = settle_backend(dir, asked_backend, &mut fallbacks)?;
+    let backend = settle_backend(dir, asked_backend, &mut fallbacks)?;
     let granularity = match asked_direct {
         DirectChoice::Off => None,
-        DirectChoice::Required | DirectChoice::Auto => match direct_granularity(dir, queue.as_mut()) {
+        DirectChoice::Required | DirectChoice::Auto => match direct_granularity(dir, backend) {
             Ok(granularity) => Some(granularity),
             Err(reason) if asked_direct == DirectChoice::Required => {
                 return Err(StoreError::DirectRefused { path: dir.to_owned(), reason });
@@ -71,32 +77,27 @@ fn settle_backend(
     dir: &Path,
     asked: BackendChoice,
     fallbacks: &mut Vec<String>,
-) -> Result<(Backend, Box<dyn Queue>), StoreError> {
+) -> Result<Backend, StoreError> {
     if asked == BackendChoice::Cufile {
         return Err(StoreError::BackendRefused { asked: "cuFile", reason: NO_CUFILE.to_owned() });
     }
     if asked != BackendChoice::Posix {
         // A sandbox may allow the ring's making and refuse its use, so a file is written through it, too.
-        let tried = queue(Backend::Uring, 4).and_then(|mut queue| {
-            try_file(dir, queue.as_mut(), OFlags::empty(), 1, LEAST_ALIGNMENT)?;
-            Ok(queue)
-        });
-        match tried {
-            Ok(queue) => return Ok((Backend::Uring, queue)),
+        match try_file(dir, Backend::Uring, OFlags::empty(), 1, LEAST_ALIGNMENT) {
+            Ok(()) => return Ok(Backend::Uring),
             Err(reason) if asked == BackendChoice::Uring => {
                 return Err(StoreError::BackendRefused { asked: "io_uring", reason });
             }
             Err(reason) => fallbacks.push(reason),
         }
     }
-    let mut queue: Box<dyn Queue> = Box::new(Posix::default());
-    try_file(dir, queue.as_mut(), OFlags::empty(), 1, LEAST_ALIGNMENT)
+    try_file(dir, Backend::Posix, OFlags::empty(), 1, LEAST_ALIGNMENT)
         .map_err(|reason| StoreError::file("write a probe file in", dir, std::io::Error::other(reason)))?;
-    Ok((Backend::Posix, queue))
+    Ok(Backend::Posix)
 }
 
 /// The smallest granularity with which a direct write and read back work.
-fn direct_granularity(dir: &Path, queue: &mut dyn Queue) -> Result<usize, String> {
+fn direct_granularity(dir: &Path, backend: Backend) -> Result<usize, String> {
     let stated = {
         let file = probe_file(dir, OFlags::DIRECT)?;
         let stat = rustix::fs::statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
@@ -106,7 +107,7 @@ fn direct_granularity(dir: &Path, queue: &mut dyn Queue) -> Result<usize, String
     let least = if stated.is_power_of_two() { stated.max(512) } else { 512 };
     let mut reason = String::new();
     for granularity in GRANULARITIES.into_iter().filter(|&g| g >= least) {
-        match try_file(dir, queue, OFlags::DIRECT, granularity, granularity) {
+        match try_file(dir, backend, OFlags::DIRECT, granularity, granularity) {
             Ok(()) => return Ok(granularity),
             Err(e) => reason = e,
         }
@@ -118,20 +119,23 @@ fn direct_granularity(dir: &Path, queue: &mut dyn Queue) -> Result<usize, String
 /// be, and reads them back.
 fn try_file(
     dir: &Path,
-    queue: &mut dyn Queue,
+    backend: Backend,
     flags: OFlags,
     granularity: usize,
     len: usize,
 ) -> Result<(), String> {
     let text = |e: StoreError| e.to_string();
-    let file = OpenFile { file: probe_file(dir, flags)?, path: dir.to_owned(), granularity };
+    let file = OpenFile::new(probe_file(dir, flags)?, dir.to_owned(), granularity);
+    let files = Arc::new(Stripes::one(file, granularity));
     let mut buffer = AlignedBuf::zeroed(Bytes(3 * len as u64)).map_err(text)?;
     let (written, read) = buffer.as_mut_slice()[len..].split_at_mut(len);
     for (i, byte) in written.iter_mut().enumerate() {
         *byte = (i * 7 + i / 251) as u8;
     }
-    transfer(queue, &file, len as u64, Buffer::Write(written)).map_err(text)?;
-    transfer(queue, &file, len as u64, Buffer::Read(read)).map_err(text)?;
+    for (op, memory) in [(Op::Write, Memory::Write(written)), (Op::Read, Memory::Read(read))] {
+        let job = Job { files: Arc::clone(&files), offset: len as u64, memory, watch: Watch::default() };
+        Engine::new(queue(backend, 1)?, op, Slots::none()).one(job).map_err(text)?;
+    }
     if written == read { Ok(()) } else { Err("a probe file did not read back as it was written".to_owned()) }
 }
 

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use lazy_model::Bytes;
 
-use super::super::OpenFile;
 use super::super::hooks::Change;
+use super::super::stripes::OpenFile;
 use crate::buffer::AlignedBuf;
 use crate::random::Random;
 

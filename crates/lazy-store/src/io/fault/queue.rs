@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use lazy_model::Bytes;
 use rustix::io::Errno;
 
-use super::super::{Done, Op, Queue, Request};
+use super::super::{Done, Op, Queue, Request, Window};
 use super::{Fault, Faults};
 use crate::buffer::AlignedBuf;
 
@@ -28,15 +28,11 @@ pub(crate) struct FaultQueue {
 struct Started {
     op: Op,
     fault: Option<Fault>,
-    start: *mut u8,
+    memory: Window,
     offset: u64,
     /// The file and its old bytes, for the journal.
     before: Option<(OwnedFd, Vec<u8>)>,
 }
-
-// SAFETY: the pointer is that of a request in flight, whose memory the caller of `start` leaves alone until the
-// completion is reported, whichever thread asks for it.
-unsafe impl Send for FaultQueue {}
 
 impl FaultQueue {
     pub(crate) fn new(inner: Box<dyn Queue>, faults: Faults, journaled: bool) -> Self {
@@ -47,7 +43,7 @@ impl FaultQueue {
         if !self.journaled || request.op == Op::Read {
             return Ok(None);
         }
-        let mut old = AlignedBuf::zeroed(Bytes(request.len as u64)).map_err(io::Error::other)?;
+        let mut old = AlignedBuf::zeroed(Bytes(request.memory.len as u64)).map_err(io::Error::other)?;
         rustix::io::pread(request.file, old.as_mut_slice(), request.offset)?;
         Ok(Some((request.file.try_clone_to_owned()?, old.as_slice().to_vec())))
     }
@@ -55,17 +51,17 @@ impl FaultQueue {
     /// Changes a completion as decided, and notes what was really written.
     fn complete(&mut self, done: Done) -> Done {
         let Done { tag, result } = done;
-        let Some(Started { op, fault, start, offset, before }) = self.started.remove(&tag) else {
+        let Some(Started { op, fault, memory, offset, before }) = self.started.remove(&tag) else {
             return Done { tag, result };
         };
         let Ok(count) = result else { return Done { tag, result } };
-        // SAFETY: the request moved `count` bytes at `start`, and its memory is the queue's until this is reported.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(start, count) };
+        // SAFETY: the request moved `count` bytes there, and its memory is the queue's until this is reported.
+        let bytes = unsafe { memory.part(0, count).bytes_mut() };
         let mut state = self.faults.lock();
         if let Some((file, mut old)) = before {
             old.truncate(count);
             if state.journal.wrote(file.as_fd(), offset, old, bytes.to_vec()).is_err() {
-                return Done { tag, result: Err(Errno::IO) };
+                return Done { tag, result: Err(Errno::IO.into()) };
             }
         }
         let result = match fault {
@@ -80,44 +76,12 @@ impl FaultQueue {
     }
 }
 
-impl Queue for FaultQueue {
-    fn depth(&self) -> usize {
-        self.inner.depth()
-    }
-
-    unsafe fn start(&mut self, mut request: Request<'_>) -> io::Result<()> {
-        let Request { tag, op, start, offset, .. } = request;
-        let fault = self.faults.lock().decide(op, offset, request.len)?;
-        let failed = match fault {
-            Some(Fault::Interrupted) => Some(Errno::INTR),
-            Some(Fault::Again) => Some(Errno::AGAIN),
-            Some(Fault::Io) => Some(Errno::IO),
-            Some(Fault::NoSpace) => Some(Errno::NOSPC),
-            _ => None,
-        };
-        if let Some(error) = failed {
-            self.held.push(Done { tag, result: Err(error) });
-            return Ok(());
-        }
-        if let Some(Fault::Short(most)) = fault {
-            // What is not reported is not moved either, as far as a direct request can be cut.
-            request.len = most.max(1).next_multiple_of(BLOCK).min(request.len);
-        }
-        let before = self.before(&request)?;
-        // SAFETY: the caller's promise is passed on: `wait` reports the completion after the inner queue has.
-        unsafe { self.inner.start(request) }?;
-        self.started.insert(tag, Started { op, fault, start, offset, before });
-        Ok(())
-    }
-
-    fn wait(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
-        if !self.started.is_empty() {
-            let mut completed = Vec::new();
-            self.inner.wait(&mut completed)?;
-            for one in completed {
-                let one = self.complete(one);
-                self.held.push(one);
-            }
+impl FaultQueue {
+    /// Appends completions to `done`: all, or some in another order where that was asked for.
+    fn report(&mut self, completed: Vec<Done>, done: &mut Vec<Done>) {
+        for one in completed {
+            let one = self.complete(one);
+            self.held.push(one);
         }
         let mut state = self.faults.lock();
         let mut reported = self.held.len();
@@ -128,6 +92,61 @@ impl Queue for FaultQueue {
             reported = 1 + state.random.below(reported as u64) as usize;
         }
         done.extend(self.held.drain(..reported));
+    }
+}
+
+impl Queue for FaultQueue {
+    fn depth(&self) -> usize {
+        self.inner.depth()
+    }
+
+    unsafe fn start(&mut self, mut request: Request<'_>) -> io::Result<()> {
+        let Request { tag, op, memory, offset, .. } = request;
+        let fault = self.faults.lock().decide(op, offset, memory.len)?;
+        let failed = match fault {
+            Some(Fault::Interrupted) => Some(Errno::INTR),
+            Some(Fault::Again) => Some(Errno::AGAIN),
+            Some(Fault::Io) => Some(Errno::IO),
+            Some(Fault::NoSpace) => Some(Errno::NOSPC),
+            _ => None,
+        };
+        if let Some(error) = failed {
+            self.held.push(Done { tag, result: Err(error.into()) });
+            return Ok(());
+        }
+        if let Some(Fault::Short(most)) = fault {
+            // What is not reported is not moved either, as far as a direct request can be cut.
+            request.memory = memory.part(0, most.max(1).next_multiple_of(BLOCK));
+        }
+        let before = self.before(&request)?;
+        // SAFETY: the caller's promise is passed on: `wait` reports the completion after the inner queue has.
+        unsafe { self.inner.start(request) }?;
+        self.started.insert(tag, Started { op, fault, memory, offset, before });
         Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
+        let mut completed = Vec::new();
+        self.inner.poll(&mut completed)?;
+        self.report(completed, done);
+        Ok(())
+    }
+
+    fn wait(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
+        let mut completed = Vec::new();
+        if !self.started.is_empty() {
+            self.inner.wait(&mut completed)?;
+        }
+        self.report(completed, done);
+        Ok(())
+    }
+
+    fn register_files(&mut self, files: &[BorrowedFd<'_>]) -> Result<(), String> {
+        self.inner.register_files(files)
+    }
+
+    unsafe fn register_memory(&mut self, regions: &[Window]) -> Result<(), String> {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.inner.register_memory(regions) }
     }
 }

@@ -7,7 +7,7 @@ use lazy_model::Bytes;
 use super::{Fault, Faults, Operation};
 use crate::durable::{AlignedBuf, DurableDir, DurableFile, IoOptions};
 use crate::error::StoreError;
-use crate::options::{BackendChoice, DirectChoice, NvmeOptions, StoreOptions};
+use crate::options::{BackendChoice, Checksum, DirectChoice, NvmeOptions, StoreOptions};
 use crate::{Lane, Store, Submission, Tier};
 
 const LEN: u64 = 3 << 20;
@@ -261,6 +261,15 @@ fn spilling(dir: &std::path::Path, faults: &Faults) -> Store {
     Store::open_with_faults(options, faults).unwrap()
 }
 
+/// [`spilling`], with checksums.
+fn checked(dirs: &[&std::path::Path], faults: &Faults) -> Store {
+    let dirs = dirs.iter().map(|dir| (*dir).to_owned()).collect();
+    let checksum = Checksum::Crc32c;
+    let nvme = NvmeOptions { dirs, checksum, ..NvmeOptions::new("", Bytes::from_mib(16)) };
+    let options = StoreOptions { host: Bytes::from_mib(16), nvme: Some(nvme), ..StoreOptions::default() };
+    Store::open_with_faults(options, faults).unwrap()
+}
+
 /// Sends bytes to the spill file and back, and compares them.
 fn there_and_back(store: &Store, bytes: u64) -> Result<(), StoreError> {
     let [out, back] = [(); 2].map(|()| store.reserve(Tier::Host, Bytes(bytes)).unwrap());
@@ -304,5 +313,52 @@ fn t1_t3_a_failed_spill_is_an_error_at_the_write_and_the_store_goes_on() {
         assert!(source.to_string().contains(folder.path().to_str().unwrap()), "{source}");
         assert!(Tier::ALL.iter().all(|&tier| store.live(tier) == Bytes::ZERO));
         there_and_back(&store, LEN).unwrap();
+    }
+}
+
+#[test]
+fn t1_t14_a_flipped_bit_is_found_in_every_piece_and_named() {
+    let (folder, other) = (folder(), folder());
+    for dirs in [&[folder.path()][..], &[folder.path(), other.path()]] {
+        let faults = Faults::new(3);
+        let store = checked(dirs, &faults);
+        let before = store.reserve(Tier::Nvme, Bytes(4096)).unwrap();
+        // Four requests, without padding that a bit could hide in.
+        let bytes = LEN + (1 << 19);
+        for bit in 0..4 {
+            faults.on_read(bit, Fault::FlipBit);
+            let error = there_and_back(&store, bytes).unwrap_err();
+            let StoreError::Task { source, task, .. } = &error else { panic!("{error}") };
+            assert_eq!(task, "boundary 4 in");
+            let corrupt = source.downcast_ref::<StoreError>();
+            let Some(StoreError::Corrupt { path, extent: 4096, bytes: piece, wanted, got, .. }) = corrupt
+            else {
+                panic!("{error}")
+            };
+            assert!(
+                dirs.iter().any(|dir| path.starts_with(dir)) && *piece <= Bytes(1 << 20) && wanted != got
+            );
+            there_and_back(&store, bytes).unwrap();
+        }
+        drop(before);
+        // Without checksums the same bit goes unseen: it is found by the comparison alone.
+        let unchecked = spilling(dirs[0], &faults);
+        faults.on_read(0, Fault::FlipBit);
+        let error = there_and_back(&unchecked, bytes).unwrap_err();
+        assert!(error.to_string().contains("the bytes differ"), "{error}");
+    }
+}
+
+#[test]
+fn t12_several_drives_and_staging_survive_short_late_and_interrupted_requests() {
+    let (first, second) = (folder(), folder());
+    for seed in 0..3 {
+        let faults = Faults::new(seed);
+        let store = checked(&[first.path(), second.path()], &faults);
+        faults.rates(300, 100, 200);
+        faults.reorder();
+        for bytes in [5, 4097, 5_000_001] {
+            there_and_back(&store, bytes).unwrap();
+        }
     }
 }

@@ -1,0 +1,138 @@
+//! Files as one range of bytes: one file, or several that take turns.
+
+use std::fs::File;
+use std::path::PathBuf;
+
+use super::meter::Meter;
+use super::{MAX_REQUEST, Op};
+
+/// An open file and what errors and alignment need to know of it.
+pub(crate) struct OpenFile {
+    pub(crate) file: File,
+    pub(crate) path: PathBuf,
+    /// Offsets, lengths and addresses of requests are multiples of this.
+    pub(crate) granularity: usize,
+    pub(crate) read: Meter,
+    pub(crate) written: Meter,
+}
+
+impl OpenFile {
+    pub(crate) fn new(file: File, path: PathBuf, granularity: usize) -> Self {
+        OpenFile { file, path, granularity, read: Meter::default(), written: Meter::default() }
+    }
+
+    pub(crate) fn meter(&self, op: Op) -> &Meter {
+        match op {
+            Op::Read => &self.read,
+            Op::Write => &self.written,
+        }
+    }
+}
+
+/// One file, or several over which a range of bytes is cut: unit `u`, of [`MAX_REQUEST`] bytes, lies in file `u mod n` as
+/// its unit `u / n`. At least one file.
+pub(crate) struct Stripes {
+    first: OpenFile,
+    others: Vec<OpenFile>,
+    /// Multiple of the granularities: whatever is not as long is padded to it.
+    pub(crate) alignment: usize,
+}
+
+/// Where a byte lies.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// The file, by its number.
+    pub(crate) file: usize,
+    pub(crate) offset: u64,
+    /// Bytes from here on that follow each other in that file.
+    pub(crate) room: u64,
+}
+
+const UNIT: u64 = MAX_REQUEST as u64;
+
+impl Stripes {
+    pub(crate) fn one(file: OpenFile, alignment: usize) -> Self {
+        Stripes { first: file, others: Vec::new(), alignment }
+    }
+
+    /// `None` of no file.
+    pub(crate) fn over(files: Vec<OpenFile>, alignment: usize) -> Option<Self> {
+        let mut files = files.into_iter();
+        Some(Stripes { first: files.next()?, others: files.collect(), alignment })
+    }
+
+    pub(crate) fn files(&self) -> impl Iterator<Item = &OpenFile> {
+        std::iter::once(&self.first).chain(&self.others)
+    }
+
+    pub(crate) fn file(&self, number: usize) -> &OpenFile {
+        number.checked_sub(1).and_then(|i| self.others.get(i)).unwrap_or(&self.first)
+    }
+
+    pub(crate) fn locate(&self, offset: u64) -> Place {
+        if self.others.is_empty() {
+            return Place { file: 0, offset, room: u64::MAX - offset };
+        }
+        let n = self.others.len() as u64 + 1;
+        let (unit, within) = (offset / UNIT, offset % UNIT);
+        Place { file: (unit % n) as usize, offset: unit / n * UNIT + within, room: UNIT - within }
+    }
+
+    /// Whether requests can move memory at this address where it lies.
+    pub(crate) fn takes(&self, address: usize) -> bool {
+        self.files().all(|file| address.is_multiple_of(file.granularity))
+    }
+}
+
+/// Length of each of `n` files that together hold `len` bytes.
+pub(crate) fn lengths(len: u64, n: usize) -> Vec<u64> {
+    if n <= 1 {
+        return vec![len; n];
+    }
+    let n = n as u64;
+    let (whole, rest) = (len / UNIT, len % UNIT);
+    let last = whole % n;
+    (0..n)
+        .map(|file| (whole / n + u64::from(file < last)) * UNIT + if file == last { rest } else { 0 })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stripes(n: usize) -> Stripes {
+        let file = |i| OpenFile::new(tempfile::tempfile().unwrap(), PathBuf::from(format!("{i}")), 1);
+        Stripes::over((0..n).map(file).collect(), 4096).unwrap()
+    }
+
+    #[test]
+    fn every_byte_has_a_place_of_its_own_within_the_files() {
+        for n in 1..=4 {
+            let files = stripes(n);
+            for len in [0, 4096, UNIT, UNIT + 4096, 5 * UNIT, 7 * UNIT + 8192] {
+                let lengths = lengths(len, n);
+                assert_eq!(lengths.iter().sum::<u64>(), len);
+                let mut used = vec![0; n];
+                let mut at = 0;
+                while at < len {
+                    let Place { file, offset, room } = files.locate(at);
+                    // Units come in order, so each file fills up without a gap.
+                    assert_eq!(offset, used[file], "{n} files, {at} of {len}");
+                    let step = room.min(len - at).min(4096);
+                    used[file] += step;
+                    at += step;
+                }
+                assert_eq!(used, lengths);
+            }
+        }
+    }
+
+    #[test]
+    fn units_go_to_each_file_in_turn() {
+        let files = stripes(3);
+        assert_eq!(files.locate(4 * UNIT + 100), Place { file: 1, offset: UNIT + 100, room: UNIT - 100 });
+        assert!(stripes(1).locate(9 * UNIT).room > 1 << 60);
+        assert_eq!(files.file(2).path, PathBuf::from("2"));
+    }
+}
