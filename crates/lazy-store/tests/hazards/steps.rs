@@ -266,3 +266,26 @@ fn t5_handles_dropped_at_once_leave_nothing_in_the_next_owners_bytes() {
     assert_eq!(wrong.try_iter().next(), None);
     assert!(Tier::ALL.iter().all(|&tier| store.live(tier) == Bytes::ZERO));
 }
+
+#[test]
+fn r1_what_a_new_owner_leaves_unwritten_is_poison_in_every_tier_of_memory() {
+    for order in [QueueOrder::Threads, QueueOrder::Seeded(1)] {
+        let store = store(order, 1, LinkLimits::default());
+        let mut toy = Toy { store: &store, random: Random(0), delays: false };
+        for tier in [Tier::Hbm, Tier::Host] {
+            let first = store.reserve(tier, LEN).unwrap();
+            toy.submit(Lane::Compute, "fill".into(), &[], &first, |access| access.write(0).fill(1));
+            store.release(first);
+            // The same bytes, of which the new owner writes the first half.
+            let second = store.reserve_at(tier, 0, LEN).unwrap();
+            toy.submit(Lane::H2d, "fill half".into(), &[], &second, |access| access.write(0)[..128].fill(2));
+            let read = contents(&store, &second);
+            // A second write is an update: what is there stays.
+            toy.submit(Lane::D2h, "update".into(), &[], &second, |access| access.write(0)[..64].fill(3));
+            let again = contents(&store, &second);
+            store.synchronize().unwrap();
+            assert_eq!(read.recv().unwrap(), [[2; 128], [0xff; 128]].concat());
+            assert_eq!(again.recv().unwrap()[60..130], [vec![3; 4], vec![2; 64], vec![0xff; 2]].concat());
+        }
+    }
+}
