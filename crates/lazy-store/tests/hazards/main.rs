@@ -21,6 +21,9 @@ use lazy_store::{BackendChoice, Bytes, DirectChoice, NvmeOptions, QueueOrder, St
 /// Seeds after which a store is opened anew, with another way to its spill file.
 const BLOCK: u64 = 250;
 
+/// For copies between HBM and NVMe; part of the host budget.
+const STAGING: Bytes = Bytes(4 << 20);
+
 /// A folder on the file system of the build, which is a real one where /tmp may be tmpfs.
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
@@ -40,10 +43,10 @@ fn store(dir: &Path, order: QueueOrder, seed: u64, faults: &Faults) -> Store {
         7 => (BackendChoice::Uring, DirectChoice::Auto),
         _ => (BackendChoice::Posix, DirectChoice::Off),
     };
-    let nvme = NvmeOptions { backend, direct, ..NvmeOptions::new(dir, Bytes(7 * 4096)) };
+    let nvme = NvmeOptions { backend, direct, staging: STAGING, ..NvmeOptions::new(dir, Bytes(7 * 4096)) };
     let options = StoreOptions {
         hbm: Bytes(12_000),
-        host: Bytes(20_000),
+        host: Bytes(20_000) + STAGING,
         nvme: Some(nvme),
         poison: true,
         order,

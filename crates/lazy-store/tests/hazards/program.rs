@@ -256,9 +256,10 @@ impl Run<'_> {
     fn copy_to_new(&mut self) {
         let Some(from) = self.pick(|h| h.content.is_some()) else { return self.put() };
         let to = match (self.live[from].extent.tier(), self.random.one_in(3)) {
-            (Tier::Hbm | Tier::Nvme, _) => Tier::Host,
-            (Tier::Host, true) => Tier::Hbm,
-            (Tier::Host, false) => Tier::Nvme,
+            (Tier::Hbm, false) | (Tier::Nvme, false) => Tier::Host,
+            (Tier::Host | Tier::Nvme, true) => Tier::Hbm,
+            // Between HBM and NVMe, through the staging ring.
+            (Tier::Host, false) | (Tier::Hbm, true) => Tier::Nvme,
         };
         let bytes = self.live[from].extent.bytes();
         let name = (self.live[from].extent.tier(), self.live[from].extent.offset());
@@ -302,8 +303,7 @@ impl Run<'_> {
     fn copy_over(&mut self) {
         let Some(from) = self.pick(|h| h.content.is_some()) else { return };
         let (tier, bytes) = (self.live[from].extent.tier(), self.live[from].extent.bytes());
-        let linked = |to: Tier| (tier == Tier::Host) != (to == Tier::Host);
-        let Some(to) = self.pick(|h| linked(h.extent.tier()) && h.extent.bytes() == bytes) else { return };
+        let Some(to) = self.pick(|h| h.extent.tier() != tier && h.extent.bytes() == bytes) else { return };
         self.copy(from, to);
     }
 
