@@ -16,7 +16,9 @@ mod sweep;
 use std::path::Path;
 
 use lazy_store::fault::Faults;
-use lazy_store::{BackendChoice, Bytes, DirectChoice, NvmeOptions, QueueOrder, Store, StoreOptions};
+use lazy_store::{
+    BackendChoice, Bytes, Checksum, DirectChoice, NvmeOptions, QueueOrder, Store, StoreOptions,
+};
 
 /// Seeds after which a store is opened anew, with another way to its spill file.
 const BLOCK: u64 = 250;
@@ -34,8 +36,12 @@ fn deep(times: u64) -> u64 {
     if std::env::var_os("PROPTEST_CASES").is_some() { times } else { 1 }
 }
 
+fn has_checksums(seed: u64) -> bool {
+    seed / BLOCK % 4 < 2
+}
+
 /// A store small enough that ranges change hands all the time. Most blocks of seeds use the page cache, which is fast;
-/// the others go around it, or through io_uring.
+/// the others go around it, through io_uring, or over two drives. Half have checksums.
 fn store(dir: &Path, order: QueueOrder, seed: u64, faults: &Faults) -> Store {
     let (backend, direct) = match seed / BLOCK % 8 {
         3 => (BackendChoice::Uring, DirectChoice::Off),
@@ -43,7 +49,12 @@ fn store(dir: &Path, order: QueueOrder, seed: u64, faults: &Faults) -> Store {
         7 => (BackendChoice::Uring, DirectChoice::Auto),
         _ => (BackendChoice::Posix, DirectChoice::Off),
     };
-    let nvme = NvmeOptions { backend, direct, staging: STAGING, ..NvmeOptions::new(dir, Bytes(7 * 4096)) };
+    let checksum = if has_checksums(seed) { Checksum::Crc32c } else { Checksum::Off };
+    let mut nvme = NvmeOptions::new(dir.join("a"), Bytes(7 * 4096));
+    nvme = NvmeOptions { backend, direct, checksum, staging: STAGING, ..nvme };
+    if seed / BLOCK % 3 == 2 {
+        nvme.dirs.push(dir.join("b"));
+    }
     let options = StoreOptions {
         hbm: Bytes(12_000),
         host: Bytes(20_000) + STAGING,

@@ -99,7 +99,7 @@ pub(crate) fn run(store: &Store, faults: &Faults, seed: u64, trouble: Trouble) -
         tasks: 0,
     };
     if trouble == Trouble::Faults {
-        run.arm(faults);
+        run.arm(faults, crate::has_checksums(seed));
     }
     let mut failures = 0;
     for _ in 0..30 + run.random.below(30) {
@@ -110,7 +110,7 @@ pub(crate) fn run(store: &Store, faults: &Faults, seed: u64, trouble: Trouble) -
 }
 
 impl Run<'_> {
-    fn arm(&mut self, faults: &Faults) {
+    fn arm(&mut self, faults: &Faults, checksums: bool) {
         let random = &mut self.random;
         faults.rates(random.below(300) as u32, random.below(200) as u32, random.below(200) as u32);
         faults.reorder();
@@ -118,6 +118,9 @@ impl Run<'_> {
             let fault = [Fault::Io, Fault::NoSpace, Fault::Short(0)][random.below(3)];
             let nth = random.below(12) as u64;
             if random.one_in(2) { faults.on_write(nth, fault) } else { faults.on_read(nth, fault) }
+        }
+        if checksums && random.one_in(2) {
+            faults.on_read(random.below(6) as u64, Fault::FlipBit);
         }
         if random.one_in(8) {
             faults.space(random.below(100_000) as u64);
