@@ -51,7 +51,7 @@ impl BudgetArgs {
         if (0.0..1e9).contains(&gib) {
             return Ok(Some(Bytes::from_gib(gib)));
         }
-        Err(format!("--{tier}-{unit} {value}: give a size of 0 or more, below 1e9 GiB"))
+        Err(format!("--{tier}-{unit} {value:?}: give a size of 0 or more, below 1e9 GiB"))
     }
 
     /// The machine that was named: a file of that name, else a preset.

@@ -1,6 +1,6 @@
 //! Plans that people make by hand, unjudged.
 
-use lazy_model::{Bytes, CostChain, Placement, TierBytes};
+use lazy_model::{BoundaryIndex, Bytes, CostChain, Placement, TierBytes};
 
 /// Longest distance between the checkpoints of a regular plan, in layers.
 const MOST_LAYERS: usize = 8;
@@ -46,10 +46,10 @@ fn greedy(chain: &CostChain) -> Vec<Placement> {
         }
     }
     let mut placement = vec![Placement::Recompute; sizes.len()];
+    // Of a step the last boundary has its place, the loss reads it at once.
+    let fixed = |i: usize| chain.locks.as_ref()?.fixed.get(&BoundaryIndex(i)).copied();
     for i in (0..sizes.len()).rev().filter(|&i| !skipped[i]) {
-        let fits = [Placement::Hbm, Placement::Host, Placement::Nvme]
-            .into_iter()
-            .find(|p| p.tier().is_some_and(|tier| room.get(tier) >= sizes[i]));
+        let fits = fixed(i).or_else(|| first_with_room(&room, sizes[i]));
         // What fits nowhere whole stays in HBM, and the judge says so.
         placement[i] = fits.unwrap_or(Placement::Hbm);
         if let Some(tier) = placement[i].tier() {
@@ -57,6 +57,12 @@ fn greedy(chain: &CostChain) -> Vec<Placement> {
         }
     }
     placement
+}
+
+fn first_with_room(room: &TierBytes, size: Bytes) -> Option<Placement> {
+    [Placement::Hbm, Placement::Host, Placement::Nvme]
+        .into_iter()
+        .find(|p| p.tier().is_some_and(|tier| room.get(tier) >= size))
 }
 
 /// HBM that the cap leaves for boundaries beside the largest running layer, a block being re-run and the loss; all of it without a

@@ -10,7 +10,12 @@ use crate::keep;
 use crate::problem::Goal;
 use crate::search::{Found, search};
 use crate::solve::{SolveOptions, check, deadline};
-use crate::step::{StepFailure, StepOptions, solve_step};
+use crate::step::{StepOptions, solve_step};
+
+/// Steps above what was refused at which larger sizes of a tier are tried first.
+const FIRST_PROBE: u64 = 64;
+/// In less no step is planned (s).
+const SHORTEST_S: f64 = 0.01;
 
 /// One change that makes an infeasible chain feasible, everything else left as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -177,16 +182,13 @@ pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy>
         let mut options = *options;
         if let Some(limit) = limit {
             let left = limit.get() * share - started.elapsed().as_secs_f64();
-            if left <= 0.0 {
+            if left <= SHORTEST_S {
                 return None;
             }
-            options.solve.time_limit = Some(Seconds(left));
+            // One size that is hard to decide must not take the time of all others.
+            options.solve.time_limit = Some(Seconds(left / 3.0));
         }
-        match solve_step(problem, &options) {
-            Ok(_) => Some(true),
-            Err(StepFailure::NoIncumbent) => None,
-            Err(_) => Some(false),
-        }
+        Some(solve_step(problem, &options).is_ok())
     };
     let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
     let everything = problem.boundary_bytes.iter().chain(&problem.saved_bytes).copied().sum::<Bytes>() * 2;
@@ -219,6 +221,16 @@ fn smallest(low: Bytes, high: Bytes, step: Bytes, enough: impl Fn(Bytes) -> Opti
         return None;
     }
     let (mut short, mut sufficient) = (low, high);
+    // Mostly little is missing, and where the time ends the search, a size near that should be known.
+    let mut more = step * FIRST_PROBE;
+    while low + more < sufficient {
+        match enough(low + more) {
+            Some(true) => sufficient = low + more,
+            Some(false) => short = low + more,
+            None => break,
+        }
+        more = more * 2;
+    }
     while sufficient - short > step {
         let middle = short + Bytes((sufficient - short).get() / 2);
         match enough(middle) {

@@ -29,7 +29,7 @@ pub enum TrainError {
     #[error(transparent)]
     Decoder(#[from] DecoderError),
     /// No plan was found.
-    #[error(transparent)]
+    #[error("{0}{flags}", flags = flags(.0))]
     Plan(#[from] StepFailure),
     /// A schedule file.
     #[error(transparent)]
@@ -90,3 +90,14 @@ impl TrainError {
 
 /// Short for this program's results.
 pub type Result<T> = std::result::Result<T, TrainError>;
+
+/// The flags that do what the planner's library advises.
+fn flags(failure: &StepFailure) -> &'static str {
+    match failure {
+        StepFailure::Fixed { .. } | StepFailure::Infeasible { .. } | StepFailure::Verify(_) => {
+            " (--hbm-mib, --host-mib and --nvme-mib set the budgets)"
+        }
+        StepFailure::NoIncumbent | StepFailure::Failed(_) => " (--plan checkpoint)",
+        _ => "",
+    }
+}

@@ -251,7 +251,7 @@ fn the_caps_that_messages_name_work() {
         let named = match last.split_once("above ").or_else(|| last.split_once("to at least ")) {
             Some((_, after)) => after.split_once(" MiB").unwrap().0.parse::<f64>().unwrap(),
             None => {
-                assert!(last.contains("raise --hbm-mib"), "{last}");
+                assert!(last.contains("--hbm-mib"), "{last}");
                 // One boundary more.
                 before + f64::from(2 * 32 * 48 * 4) / f64::from(1 << 20)
             }

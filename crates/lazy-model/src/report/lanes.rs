@@ -26,6 +26,10 @@ pub(super) fn draw(spans: &[Span], wide: bool) -> String {
     let mut y = 4.0;
     for lane in Lane::ALL {
         let mut of_lane: Vec<&Span> = spans.iter().copied().filter(|s| s.lane == lane).collect();
+        if lane == Lane::Optimizer && of_lane.is_empty() {
+            // A plan's step ends where the optimizer begins.
+            continue;
+        }
         of_lane.sort_by(|a, b| a.start.get().total_cmp(&b.start.get()));
         let facts = summary(&of_lane, total);
         if wide {

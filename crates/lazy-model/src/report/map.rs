@@ -26,7 +26,8 @@ fn in_unit(value: f64, divisor: f64, name: &str) -> String {
     format!("{} {name}", number(value / divisor))
 }
 
-/// The map for `placement[i]` and `boundary_bytes[i]` (absent sizes are left out), `keep[l]`.
+/// The map for `placement[i]` and `boundary_bytes[i]` (absent sizes are left out), `keep[l]`; without the
+/// latter nothing is said of internals.
 pub(super) fn draw(placement: &[Placement], sizes: &[Bytes], keep: &[bool], wide: bool) -> String {
     let (width, left) = if wide { (1000.0, 245.0) } else { (380.0, 0.0) };
     // On narrow screens a row's name stands above its cells.
@@ -62,6 +63,9 @@ pub(super) fn draw(placement: &[Placement], sizes: &[Bytes], keep: &[bool], wide
     y += 4.0;
     index_axis(&mut svg, placement.len(), left, cell, y);
     y += 42.0;
+    if keep.is_empty() {
+        return svg.finish(if wide { "wide" } else { "narrow" }, y);
+    }
     let kept = keep.iter().filter(|&&k| k).count();
     name_row(
         &mut svg,

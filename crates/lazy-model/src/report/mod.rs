@@ -10,7 +10,7 @@ mod table;
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
-use crate::span::Span;
+use crate::span::{Lane, Span};
 use crate::units::{Bytes, Placement, Seconds, Tier};
 
 use svg::{Svg, escape, number};
@@ -191,7 +191,11 @@ impl RunReport {
         let intro = "The activation between two layers, from its forward to its backward. A column is a boundary; its \
                      coloured cell says where it waits.";
         let draw = |wide| map::draw(&self.placement, &self.boundary_bytes, &self.keep, wide);
-        section(page, "Where each boundary went", intro, &(draw(true) + &draw(false)));
+        let title = match self.of {
+            Picture::Run => "Where each boundary went",
+            Picture::Plan => "Where each boundary goes",
+        };
+        section(page, title, intro, &(draw(true) + &draw(false)));
     }
 
     fn push_loss(&self, page: &mut String) {
@@ -234,7 +238,7 @@ impl RunReport {
         if self.spans.is_empty() {
             return;
         }
-        let legend = legend(&[
+        let mut entries = vec![
             ("forward", "forward"),
             ("loss", "head and loss"),
             ("recompute", "recompute"),
@@ -242,8 +246,11 @@ impl RunReport {
             ("wait", "standing still"),
             ("host", "to and from host RAM"),
             ("nvme", "to and from NVMe"),
-            ("optimizer", "optimizer"),
-        ]);
+        ];
+        if self.spans.iter().any(|span| span.lane == Lane::Optimizer) {
+            entries.push(("optimizer", "optimizer"));
+        }
+        let legend = legend(&entries);
         let draw = |wide| lanes::draw(&self.spans, wide);
         let intro = match self.of {
             Picture::Run => "One measured step. ",

@@ -13,6 +13,8 @@ use super::sweep::Sweep;
 
 /// Far above any optimizer's state of one parameter.
 const MOST_STATE_BYTES: u64 = 1 << 10;
+/// Thirty years.
+const LONGEST_S: f64 = 1e9;
 /// Far above what shares a host's memory.
 const MOST_RANKS: usize = 1024;
 
@@ -138,9 +140,9 @@ pub(crate) struct SearchArgs {
     /// reference objective, otherwise lexicographic]
     #[arg(long, value_enum)]
     pub(crate) tie_break: Option<TieBreakFlag>,
-    /// Stop after this many seconds with the best plan found; without it, search until proven
-    #[arg(long, value_name = "S")]
-    pub(crate) time_limit_s: Option<f64>,
+    /// Stop after this many seconds with the best plan found and how far it may be from the best one
+    #[arg(long, value_name = "S", default_value_t = 60.0)]
+    pub(crate) time_limit_s: f64,
     /// Algorithm
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) method: MethodFlag,
@@ -163,7 +165,7 @@ pub(crate) struct OutputArgs {
     /// Print one JSON object (with --sweep, an array) and nothing else
     #[arg(long)]
     pub(crate) json: bool,
-    /// Also say in the JSON what more of each budget would save; the table says so anyway
+    /// Also say in the JSON what more of each budget, faster links and a faster device would save; the table says so anyway
     #[arg(long, requires = "json", conflicts_with = "sweep")]
     pub(crate) next_change: bool,
     /// Write the schedule here (JSON)
@@ -239,6 +241,10 @@ impl Args {
     /// Refuses flags that would be passed over, and places to write to that cannot be: before the work, not after it.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.reference.check()?;
+        let limit = self.search.time_limit_s;
+        if !(0.0..=LONGEST_S).contains(&limit) {
+            return Err(format!("--time-limit-s {limit:?}: give seconds between 0 and {LONGEST_S:e}"));
+        }
         let problem =
             [("--chain", &self.chain), ("--model", &self.model), ("--profile", &self.budgets.profile)];
         let given = [
@@ -277,6 +283,6 @@ impl Args {
             TieBreakFlag::Weighted => TieBreak::Weighted,
             TieBreakFlag::Lexicographic => TieBreak::Lexicographic,
         };
-        SolveOptions { time_limit: self.search.time_limit_s.map(Seconds), method, tie_break }
+        SolveOptions { time_limit: Some(Seconds(self.search.time_limit_s)), method, tie_break }
     }
 }

@@ -115,17 +115,22 @@ fn sizes(args: &Args, facts: &ModelFacts) -> Result<ExitCode, String> {
 
 /// One plan a value, each with the whole time limit.
 fn run_sweep(args: &Args, sweep: &sweep::Sweep) -> Result<ExitCode, String> {
-    let mut rows = Vec::new();
+    let at = |value: f64| move |e| format!("--sweep {}={}: {e}", sweep.flag, show::number(value));
+    let mut problems = Vec::new();
+    // A value that cannot be read is refused before the first is planned.
     for (value, args) in sweep.each(args)? {
-        let at = |e| format!("--sweep {}={value}: {e}", sweep.flag);
-        let Input::Problem(problem) = problem::read(&args).map_err(at)? else {
+        let Input::Problem(problem) = problem::read(&args).map_err(at(value))? else {
             return Err(
                 "--sweep needs a machine or budgets to plan for: give --machine or the reference flags"
                     .into(),
             );
         };
+        problems.push((value, *problem));
+    }
+    let mut rows = Vec::new();
+    for (value, problem) in problems {
         let clock = Clock::start(&args.options());
-        rows.push((value, plan::make(*problem, &args.options(), &clock).map_err(at)?));
+        rows.push((value, plan::make(problem, &args.options(), &clock).map_err(at(value))?));
     }
     let text = if args.output.json {
         show::json::sweep(sweep.flag, &rows).to_string() + "\n"

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use lazy_model::ModelSpec;
+use lazy_model::{Error, ModelSpec};
 
 /// Configurations that ship with the program. Only what decides sizes and work is kept of the published files.
 const MODELS: [(&str, &str); 14] = [
@@ -27,7 +27,11 @@ pub(crate) fn find(model: &Path) -> Result<(String, ModelSpec), String> {
     let given = model.to_string_lossy();
     if model.exists() {
         let file = if model.is_dir() { model.join("config.json") } else { model.to_path_buf() };
-        let spec = ModelSpec::from_file(&file).map_err(|e| e.to_string())?;
+        let spec = ModelSpec::from_file(&file).map_err(|e| match e {
+            // Of the config or of the checkpoint beside it: it names the one.
+            Error::Read { .. } => e.to_string(),
+            e => format!("{}: {e}", file.display()),
+        })?;
         return Ok((name_of(model), spec));
     }
     match MODELS.iter().find(|(name, _)| name.eq_ignore_ascii_case(&given)) {

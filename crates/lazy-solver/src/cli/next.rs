@@ -1,44 +1,133 @@
-//! What a little more of each resource would save.
+//! What one change to the machine would save: more of a tier, a faster link, a faster device.
 
 use std::fmt;
+use std::time::Instant;
 
-use lazy_model::{Bytes, CostChain, Pool, Seconds, Tier};
+use lazy_model::timeline::{LinkRates, StepCosts};
+use lazy_model::{Bytes, BytesPerSecond, CostChain, Pool, Seconds, StepProblem, Tier};
 use lazy_solver::step::{StepOptions, solve_step};
 use lazy_solver::{SolveOptions, Status, solve};
 
 use super::plan::{Clock, Planned};
+use super::problem::Ranks;
 
 /// Boundaries that the step of a budget holds at least.
 const BOUNDARIES: u64 = 4;
 /// A saving below this is none (ms).
 const NOTHING_MS: f64 = 1e-3;
+/// How much faster a link or the device is made.
+const FASTER: f64 = 2.0;
+
+/// What is changed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum What {
+    /// More of a tier.
+    Memory {
+        tier: Tier,
+        more: Bytes,
+        /// Whether every one of several ranks gets as much.
+        each: bool,
+    },
+    /// A link of twice the rate, both alone and beside the other direction.
+    Link(Pool),
+    /// Arithmetic of twice the speed.
+    Device,
+}
 
 /// One change, and what it saves.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Change {
-    /// The tier of which there is more.
-    pub(crate) tier: Tier,
-    pub(crate) more: Bytes,
+    pub(crate) what: What,
     /// Of the step; zero where it saves nothing.
     pub(crate) saves_ms: f64,
-    /// Whether every one of several ranks gets as much.
-    pub(crate) each: bool,
+    /// Whether no plan saves more with it, or more may have been found with more time.
+    pub(crate) proven: bool,
+}
+
+impl What {
+    /// The category: of each the best change is shown.
+    pub(crate) const fn kind(self) -> &'static str {
+        match self {
+            What::Memory { .. } => "memory",
+            What::Link(_) => "link",
+            What::Device => "device",
+        }
+    }
+}
+
+impl fmt::Display for What {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            What::Memory { tier, more, each } => {
+                let whose = if *each { " a rank" } else { "" };
+                write!(f, "{more} more {}{whose}", of_tier(*tier))
+            }
+            What::Link(pool) => write!(f, "twice the {} rate", of_link(*pool)),
+            What::Device => f.write_str("a device that computes twice as fast"),
+        }
+    }
+}
+
+const fn of_tier(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Hbm => "HBM",
+        Tier::Host => "host RAM",
+        Tier::Nvme => "NVMe",
+    }
+}
+
+const fn of_link(pool: Pool) -> &'static str {
+    match pool {
+        Pool::D2h => "D2H",
+        Pool::H2d => "H2D",
+        Pool::NvmeWrite => "NVMe write",
+        Pool::NvmeRead => "NVMe read",
+    }
 }
 
 impl Change {
     pub(crate) fn sentence(&self) -> String {
-        let name = match self.tier {
-            Tier::Hbm => "HBM",
-            Tier::Host => "host RAM",
-            Tier::Nvme => "NVMe",
-        };
-        let whose = if self.each { " a rank" } else { "" };
-        if self.saves_ms == 0.0 {
-            format!("{} more {name}{whose} saves nothing", self.more)
-        } else {
-            format!("{} more {name}{whose} saves {}", self.more, Seconds::from_ms(self.saves_ms))
+        let saves = Seconds::from_ms(self.saves_ms);
+        match (self.saves_ms > 0.0, self.proven) {
+            (true, true) => format!("{} saves {saves}", self.what),
+            (true, false) => format!("{} saves at least {saves}", self.what),
+            (false, true) => format!("{} saves nothing", self.what),
+            (false, false) => format!("{} saves nothing that was found in time", self.what),
         }
     }
+}
+
+/// One sentence a category, what saves most first; where nothing in a category helps, one for all of it.
+pub(crate) fn sentences(changes: &[Change]) -> Vec<String> {
+    let mut said = Vec::new();
+    for change in changes {
+        let kind = change.what.kind();
+        if said.iter().any(|(other, _)| *other == kind) {
+            continue;
+        }
+        let of_kind = changes.iter().filter(|c| c.what.kind() == kind);
+        let in_vain = match (change.what, of_kind.clone().all(|c| c.proven)) {
+            (What::Link(_), true) => Some("twice the rate of any one link saves nothing".into()),
+            (What::Link(_), false) => {
+                Some("twice the rate of any one link saves nothing that was found in time".into())
+            }
+            (What::Memory { more, each, .. }, proven) => {
+                let tiers = of_kind.filter_map(|c| match c.what {
+                    What::Memory { tier, .. } => Some(of_tier(tier)),
+                    _ => None,
+                });
+                let whose = if each { " a rank" } else { "" };
+                let found = if proven { "" } else { " that was found in time" };
+                Some(format!(
+                    "{more} more {}{whose} saves nothing{found}",
+                    tiers.collect::<Vec<_>>().join(" or ")
+                ))
+            }
+            (What::Device, _) => None,
+        };
+        said.push((kind, in_vain.filter(|_| change.saves_ms == 0.0).unwrap_or(change.sentence())));
+    }
+    said.into_iter().map(|(_, sentence)| sentence).collect()
 }
 
 /// What keeps the step from being shorter.
@@ -56,47 +145,99 @@ impl fmt::Display for Limit {
     }
 }
 
-/// The budgets of which more would help, and the links that are waited for. Nothing where no change was tried.
+/// The budgets of which more would help, and the links that are waited for or of which a faster one would help. Nothing where no change
+/// was tried.
 pub(crate) fn limits(planned: &Planned, changes: &[Change]) -> Vec<Limit> {
     let helps = changes.iter().filter(|c| c.saves_ms > 0.0);
-    let mut found: Vec<Limit> =
-        helps.map(|c| Limit { what: format!("the {} budget", c.tier), detail: String::new() }).collect();
+    let mut found: Vec<Limit> = helps
+        .clone()
+        .filter_map(|c| match c.what {
+            What::Memory { tier, .. } => {
+                Some(Limit { what: format!("the {tier} budget"), detail: String::new() })
+            }
+            _ => None,
+        })
+        .collect();
     for pool in Pool::ALL {
         let exposed = planned.exposed(pool);
         if exposed.as_ms() > NOTHING_MS {
             found.push(Limit { what: pool.name().into(), detail: format!("{exposed} exposed") });
+        } else if helps.clone().any(|c| c.what == What::Link(pool)) {
+            found.push(Limit { what: pool.name().into(), detail: "its rate".into() });
         }
     }
-    if found.is_empty() && !changes.is_empty() {
+    let memory = |c: &Change| matches!(c.what, What::Memory { .. });
+    if found.is_empty() && changes.iter().any(memory) {
         found.push(Limit { what: "arithmetic alone".into(), detail: String::new() });
     }
     found
 }
 
-/// Solves again with a step more of each budget; the change that saves most comes first. Nothing where the plan is not proven,
-/// or where the time limit leaves no room.
+/// The time all changes together may take.
+struct Patience {
+    until: Seconds,
+    started: Instant,
+}
+
+impl Patience {
+    /// The user waits for these: together they may take a few times as long as the plan itself did, within the limit.
+    fn new(planned: &Planned, left: Option<Seconds>) -> Patience {
+        let enough = 4.0 * planned.solution.solve.get() + 4.0;
+        let until = Seconds(left.map_or(enough, |left| left.get().min(enough)));
+        Patience { until, started: Instant::now() }
+    }
+
+    /// An even part of what is left for each of `waiting` changes.
+    fn share(&self, waiting: usize) -> Seconds {
+        let left = (self.until.get() - self.started.elapsed().as_secs_f64()).max(0.0);
+        Seconds(left / waiting.max(1) as f64)
+    }
+}
+
+/// Solves again with a step more of each budget, each link twice as fast and the device twice as fast; the change that saves most comes
+/// first, but for the device. Of a plan that is not proven more memory could only show what the search missed: there links and device
+/// are tried, and with the plan as it is.
 pub(crate) fn changes(planned: &Planned, options: &SolveOptions, clock: &Clock) -> Vec<Change> {
-    let Some(now) = planned.time_ms().filter(|_| planned.solution.status == Status::Optimal) else {
-        return vec![];
-    };
-    let more = step_of(planned);
-    let peers = planned.problem.ranks.as_ref().map_or(0.0, |ranks| ranks.peer_exposed().as_ms());
-    let each = planned.problem.ranks.is_some();
-    // The user waits for these: each may take about as long as the plan itself did.
-    let patience = Seconds(2.0 * planned.solution.solve.get() + 1.0);
-    let mut list: Vec<Change> = Tier::ALL
-        .into_iter()
-        .filter_map(|tier| {
-            let mut options = clock.left(options);
-            let left = options.time_limit.map_or(patience.get(), |left| left.get().min(patience.get()));
-            options.time_limit = Some(Seconds(left));
-            let then = peers + time_with(planned, tier, more, &options)?;
+    let Some(now) = planned.time_ms() else { return vec![] };
+    let proven = planned.solution.status == Status::Optimal;
+    let (more, each) = (step_of(planned), planned.problem.ranks.is_some());
+    let mut whats: Vec<What> = Vec::new();
+    if proven {
+        whats.extend(Tier::ALL.map(|tier| What::Memory { tier, more, each }));
+    }
+    if planned.problem.step.is_some() {
+        // Of a chain the arithmetic itself is not known, only what a plan adds to it.
+        whats.push(What::Device);
+    }
+    if proven || planned.problem.step.is_some() {
+        whats.extend(Pool::ALL.map(What::Link));
+    }
+    let patience = Patience::new(planned, clock.left(options).time_limit);
+    let mut list: Vec<Change> = Vec::new();
+    for (done, &what) in whats.iter().enumerate() {
+        if cannot_help(planned, what, now) {
+            list.push(Change { what, saves_ms: 0.0, proven: true });
+            continue;
+        }
+        let options = SolveOptions { time_limit: Some(patience.share(whats.len() - done)), ..*options };
+        if let Some((then, proven)) = time_with(planned, what, proven.then_some(&options)) {
             let saves = now - then;
-            Some(Change { tier, more, saves_ms: if saves > NOTHING_MS { saves } else { 0.0 }, each })
-        })
-        .collect();
-    list.sort_by(|a, b| b.saves_ms.total_cmp(&a.saves_ms));
+            list.push(Change { what, saves_ms: if saves > NOTHING_MS { saves } else { 0.0 }, proven });
+        }
+    }
+    // A faster device always helps, and seldom is to be had.
+    let device = |change: &Change| change.what == What::Device;
+    list.sort_by(|a, b| device(a).cmp(&device(b)).then(b.saves_ms.total_cmp(&a.saves_ms)));
     list
+}
+
+/// Where that is known without solving.
+fn cannot_help(planned: &Planned, what: What, now: f64) -> bool {
+    let What::Link(pool) = what else { return false };
+    // The bound holds however fast the links are.
+    let at_best = planned.step_bound.is_some_and(|bound| now - bound.as_ms() <= NOTHING_MS);
+    let nvme = matches!(pool, Pool::NvmeWrite | Pool::NvmeRead);
+    at_best || (nvme && planned.budgets().nvme == Bytes::ZERO)
 }
 
 /// A round size that holds a few boundaries, and where internals may be kept, those of any layer.
@@ -109,28 +250,81 @@ fn step_of(planned: &Planned) -> Bytes {
     Bytes(least.get().checked_next_power_of_two().unwrap_or(u64::MAX))
 }
 
-/// The plan's time with `more` of a tier.
-fn time_with(planned: &Planned, tier: Tier, more: Bytes, options: &SolveOptions) -> Option<f64> {
-    if let Some(step) = &planned.problem.step {
-        let mut step = step.clone();
-        *step.budgets.get_mut(tier) += more;
-        let found = solve_step(&step, &StepOptions { solve: *options, ..StepOptions::default() }).ok()?;
-        return Some(found.verified.promise.step_s.as_ms());
-    }
-    let mut chain = planned.problem.chain.clone();
-    raise(&mut chain, tier, more);
-    solve(&chain, options).ok()?.evaluation.map(|e| e.step_ms())
+/// The best time that was found with a change (ms), and whether it is proven the best. Without options the plan stays as it is.
+fn time_with(planned: &Planned, what: What, options: Option<&SolveOptions>) -> Option<(f64, bool)> {
+    let Some(step) = &planned.problem.step else {
+        let mut chain = planned.problem.chain.clone();
+        change_chain(&mut chain, what);
+        let solution = solve(&chain, options?).ok()?;
+        return Some((solution.evaluation?.step_ms(), solution.status == Status::Optimal));
+    };
+    let mut step = step.clone();
+    change_step(&mut step, what);
+    let solved = options.and_then(|options| {
+        solve_step(&step, &StepOptions { solve: *options, ..StepOptions::default() }).ok()
+    });
+    let proven = solved.as_ref().is_some_and(|found| found.solution.status == Status::Optimal);
+    let solved = solved.map(|found| found.verified.promise.step_s);
+    // The plan as it is holds too, and may be better than what was found in a hurry.
+    let same = planned.schedule.as_ref().and_then(|s| step.verify(s).ok()).map(|v| v.promise.step_s);
+    let best = solved.into_iter().chain(same).map(Seconds::as_ms).reduce(f64::min)?;
+    Some((best + peers(planned, what), proven))
 }
 
-fn raise(chain: &mut CostChain, tier: Tier, more: Bytes) {
-    match tier {
-        Tier::Hbm => {
+/// What several ranks wait for one another (ms).
+fn peers(planned: &Planned, what: What) -> f64 {
+    planned.problem.ranks.as_ref().map_or(0.0, |ranks| {
+        let mut host = ranks.host.clone();
+        change_step(&mut host, what);
+        Ranks { host, ..*ranks }.peer_exposed().as_ms()
+    })
+}
+
+fn change_step(step: &mut StepProblem, what: What) {
+    match what {
+        What::Memory { tier, more, .. } => *step.budgets.get_mut(tier) += more,
+        What::Link(pool) => speed_up(&mut step.costs.links, pool),
+        What::Device => {
+            let faster = |time: &mut Seconds| *time = Seconds(time.get() / FASTER);
+            let StepCosts {
+                prologue, forward, saving_forward, backward, epilogue, prologue_backward, ..
+            } = &mut step.costs;
+            [prologue, epilogue, prologue_backward].into_iter().for_each(faster);
+            [forward, saving_forward, backward].into_iter().flatten().for_each(faster);
+        }
+    }
+}
+
+fn speed_up(links: &mut LinkRates, pool: Pool) {
+    let twice = |rate: BytesPerSecond| BytesPerSecond(rate.get() * FASTER);
+    let both = &mut links.contention;
+    match pool {
+        Pool::D2h => (links.d2h, both.d2h_both) = (twice(links.d2h), both.d2h_both.map(twice)),
+        Pool::H2d => (links.h2d, both.h2d_both) = (twice(links.h2d), both.h2d_both.map(twice)),
+        Pool::NvmeWrite => links.nvme_write = twice(links.nvme_write),
+        Pool::NvmeRead => links.nvme_read = twice(links.nvme_read),
+    }
+}
+
+fn change_chain(chain: &mut CostChain, what: What) {
+    match what {
+        What::Memory { tier: Tier::Hbm, more, .. } => {
             chain.gpu_budget_bytes += more;
             if let Some(cap) = &mut chain.hbm_cap_bytes {
                 *cap += more;
             }
         }
-        Tier::Host => chain.cpu_budget_bytes += more,
-        Tier::Nvme => chain.nvme_budget_bytes += more,
+        What::Memory { tier: Tier::Host, more, .. } => chain.cpu_budget_bytes += more,
+        What::Memory { tier: Tier::Nvme, more, .. } => chain.nvme_budget_bytes += more,
+        What::Link(pool) => {
+            let rate = match pool {
+                Pool::D2h => &mut chain.d2h_bytes_per_s,
+                Pool::H2d => &mut chain.h2d_bytes_per_s,
+                Pool::NvmeWrite => &mut chain.nvme_write_bytes_per_s,
+                Pool::NvmeRead => &mut chain.nvme_read_bytes_per_s,
+            };
+            *rate = BytesPerSecond(rate.get() * FASTER);
+        }
+        What::Device => {}
     }
 }

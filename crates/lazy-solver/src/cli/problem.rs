@@ -13,12 +13,28 @@ use lazy_solver::ranks::{exchange, share};
 use super::args::{Args, ObjectiveFlag, TieBreakFlag, TrainingArgs};
 use super::given::Reference;
 use super::models;
+use super::reference::ReferenceArgs;
 
 /// A model and what one step trains it on.
 pub(crate) struct ModelFacts {
     pub(crate) name: String,
     pub(crate) spec: ModelSpec,
     pub(crate) work: Workload,
+}
+
+impl ModelFacts {
+    /// What was assumed of the model, and whether it was made for sequences as long as these.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        let mut notes = self.spec.notes.clone();
+        let seq = self.work.sequence();
+        if let Some(longest) = self.spec.max_positions.filter(|longest| seq > *longest) {
+            notes.push(format!(
+                "--seq {seq} is longer than the config's max_position_embeddings of {longest}: the sizes hold, but the model was not made \
+                 for it"
+            ));
+        }
+        notes
+    }
 }
 
 /// What is to be planned.
@@ -145,6 +161,12 @@ fn reference_problem(
     facts: ModelFacts,
     profile: Option<HardwareProfile>,
 ) -> Result<Input, String> {
+    let chosen = args.search.objective.is_some();
+    if !chosen && profile.is_some() && args.reference.only_rates() {
+        return Err("--h2d-gbps and the other rates are flags of the reference command and select its objective, which plans no whole \
+                    step: add --objective physical to plan the step on this machine with these rates"
+            .into());
+    }
     if args.budgets.has_sizes() {
         return Err("--hbm-gib, --host-gib, --nvme-gib and their like cap everything a tier holds and go with the physical \
                     objective; the reference objective budgets boundaries alone: give --hbm-activation-gib (or --peak-cap-gib), \
@@ -159,7 +181,14 @@ fn reference_problem(
     let links = profile.as_ref().map(|p| p.links.rates());
     let settings = args.reference.settings(links, args.max_segment)?;
     let chain = settings.chain(&facts.spec, &facts.work).map_err(|e| e.to_string())?;
-    let mut notes = facts.spec.notes.clone();
+    let mut notes = facts.notes();
+    if let (false, Some(profile)) = (chosen, &profile) {
+        notes.push(format!(
+            "flags of the reference command select its objective, which takes of {} the rates alone; --objective physical plans the \
+             whole step on it, and takes caps and rates but none of the other flags",
+            profile.name
+        ));
+    }
     notes.extend(assumptions(&settings, &chain));
     Ok(Input::Problem(Box::new(Problem {
         name: facts.name.clone(),
@@ -219,13 +248,10 @@ fn physical_problem(
         }
         return Err("a plan needs a machine: give --machine with a preset's name or a profile that `cargo xtask probe` wrote".into());
     };
-    let rates = args.reference.rates(profile.links.rates())?;
-    profile.links.d2h.value = rates.d2h;
-    profile.links.h2d.value = rates.h2d;
-    profile.links.nvme_write.value = rates.nvme_write;
-    profile.links.nvme_read.value = rates.nvme_read;
+    replace_rates(&mut profile, &args.reference)?;
     let host = step_problem(args, &facts, &profile)?;
-    let mut notes = facts.spec.notes.clone();
+    let mut notes = facts.notes();
+    notes.extend(empty_tiers(args, &profile));
     let ranks = args.training.ranks.map(|count| {
         let peer = profile.links.peer.as_ref().map(|rate| rate.value);
         if peer.is_none() && count > 1 {
@@ -250,6 +276,36 @@ fn physical_problem(
         objective: ObjectiveFlag::Physical,
         tie_break: args.tie_break(),
     })))
+}
+
+/// Puts rates that were given in the place of the machine's. Of a link known beside the other direction too, that rate changes by the
+/// same factor.
+fn replace_rates(profile: &mut HardwareProfile, flags: &ReferenceArgs) -> Result<(), String> {
+    let rates = flags.rates(profile.links.rates())?;
+    let links = &mut profile.links;
+    for (alone, both, given) in
+        [(&mut links.d2h, &mut links.d2h_both, rates.d2h), (&mut links.h2d, &mut links.h2d_both, rates.h2d)]
+    {
+        let factor = given.get() / alone.value.get();
+        if let Some(both) = both.as_mut().filter(|_| factor.is_finite()) {
+            both.value = BytesPerSecond(both.value.get() * factor);
+        }
+        alone.value = given;
+    }
+    (links.nvme_write.value, links.nvme_read.value) = (rates.nvme_write, rates.nvme_read);
+    Ok(())
+}
+
+/// Tiers that hold nothing because nobody gave them a size. HBM must have one.
+fn empty_tiers(args: &Args, profile: &HardwareProfile) -> Vec<String> {
+    let sized = |tier| profile.tiers.get(tier).is_some() || matches!(args.budgets.cap(tier), Ok(Some(_)));
+    let note = |tier: Tier| {
+        format!(
+            "{} gives {tier} no size, so nothing is placed there: give --{tier}-gib for more room",
+            profile.name
+        )
+    };
+    [Tier::Host, Tier::Nvme].into_iter().filter(|tier| !sized(*tier)).map(note).collect()
 }
 
 /// What no budget of a step's plan counts.
@@ -282,7 +338,13 @@ fn with_reference(args: &Args, mut problem: Problem) -> Result<Problem, String> 
 }
 
 fn step_problem(args: &Args, facts: &ModelFacts, profile: &HardwareProfile) -> Result<StepProblem, String> {
-    // A tier that nobody gives a size holds nothing.
+    if profile.tiers.hbm.is_none() && args.budgets.cap(Tier::Hbm)?.is_none() {
+        return Err(format!(
+            "the machine {} does not say how much HBM it has: give --hbm-gib, or add tiers.hbm_bytes to its profile",
+            profile.name
+        ));
+    }
+    // Another tier that nobody gives a size holds nothing.
     let budget =
         |tier| Ok::<_, String>(args.budgets.cap(tier)?.or(profile.tiers.get(tier)).unwrap_or(Bytes::ZERO));
     let budgets = TierBytes { hbm: budget(Tier::Hbm)?, host: budget(Tier::Host)?, nvme: budget(Tier::Nvme)? };

@@ -1,16 +1,17 @@
 //! The report: one page with the plan's pictures.
 
 use lazy_model::report::{Fact, Headline, Picture, RunReport, Table, TierOccupancy};
-use lazy_model::{Seconds, Tier};
+use lazy_model::{Bytes, Keep, Seconds, Tier};
 
-use super::super::next::{self, Change};
+use super::super::next::{self, Change, What};
 use super::super::plan::Planned;
 use super::{kinds_in_words, links, proof, throughput, verdict};
 
 pub(crate) fn page(planned: &Planned, changes: &[Change]) -> String {
     let solution = &planned.solution;
-    let keep = solution.keep.as_deref().unwrap_or_default();
-    let kept = planned.schedule.as_ref().map(|s| s.keep.clone()).unwrap_or_default();
+    // Letters of layers where the problem knows of internals, and none where it does not.
+    let kept = planned.problem.step.as_ref().and(planned.schedule.as_ref()).map(|s| s.keep.clone());
+    let keep = solution.keep.as_ref().map(|keep| keep.iter().map(|k| *k != Keep::Recompute).collect());
     let report = RunReport {
         title: format!("Plan for {}", planned.problem.name),
         of: Picture::Plan,
@@ -18,11 +19,7 @@ pub(crate) fn page(planned: &Planned, changes: &[Change]) -> String {
         headlines: headlines(planned, changes),
         placement: solution.placement.clone().unwrap_or_default(),
         boundary_bytes: planned.problem.chain.boundary_bytes.clone(),
-        keep: if keep.is_empty() {
-            kept
-        } else {
-            keep.iter().map(|k| *k != lazy_model::Keep::Recompute).collect()
-        },
+        keep: keep.or(kept).unwrap_or_default(),
         occupancy: occupancy(planned),
         spans: planned.verified.as_ref().map(|v| v.timeline.spans.clone()).unwrap_or_default(),
         tables: vec![tiers(planned), links(planned), rivals(planned)],
@@ -93,7 +90,9 @@ fn headlines(planned: &Planned, changes: &[Change]) -> Vec<Headline> {
     if let Some(limit) = next::limits(planned, changes).into_iter().next() {
         tile("Limited by", limit.what, limit.detail);
     }
-    if let Some(change) = changes.first().filter(|c| c.saves_ms > 0.0) {
+    // A faster device always helps; what is cheaper than that is news.
+    let helps = |c: &&Change| c.saves_ms > 0.0 && c.what != What::Device;
+    if let Some(change) = changes.iter().find(helps) {
         tile("Next change saves", Seconds::from_ms(change.saves_ms).to_string(), change.sentence());
     }
     tiles
@@ -109,7 +108,8 @@ fn occupancy(planned: &Planned) -> Vec<TierOccupancy> {
         promised: verified.timeline.occupancy(&verified.plan, tier),
         measured: vec![],
     };
-    Tier::ALL.into_iter().map(curve).collect()
+    let budgets = planned.budgets();
+    Tier::ALL.into_iter().filter(|tier| budgets.get(*tier) > Bytes::ZERO).map(curve).collect()
 }
 
 fn tiers(planned: &Planned) -> Table {

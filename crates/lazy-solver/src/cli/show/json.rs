@@ -5,7 +5,7 @@ use lazy_model::{BytesPerSecond, LinkLoad, Placement, Seconds, StepProblem};
 use lazy_solver::{Remedy, Status};
 use serde_json::{Map, Value, json};
 
-use super::super::next::{self, Change};
+use super::super::next::{self, Change, What};
 use super::super::plan::{Planned, Rival};
 use super::super::problem::{ModelFacts, Ranks};
 use super::{boundaries, internals, kinds, links, refusal, throughput, verdict};
@@ -19,14 +19,31 @@ pub(crate) fn plan(planned: &Planned, changes: Option<&[Change]>) -> Value {
         put(&mut object, of_model(model));
     }
     if let Some(changes) = changes {
-        let entry = |c: &Change| json!({"tier": c.tier, "more_bytes": c.more, "saves_ms": c.saves_ms, "text": c.sentence()});
-        object.insert("next_change".into(), changes.iter().map(entry).collect());
+        object.insert("next_change".into(), changes.iter().map(change).collect());
         object.insert(
             "limited_by".into(),
             next::limits(planned, changes).iter().map(|l| json!(l.to_string())).collect(),
         );
     }
     Value::Object(object)
+}
+
+fn change(change: &Change) -> Value {
+    let mut value = json!({
+        "kind": change.what.kind(),
+        "saves_ms": change.saves_ms,
+        "proven": change.proven,
+        "text": change.sentence(),
+    });
+    match change.what {
+        What::Memory { tier, more, .. } => {
+            value["tier"] = json!(tier);
+            value["more_bytes"] = json!(more);
+        }
+        What::Link(pool) => value["link"] = json!(pool.name()),
+        What::Device => {}
+    }
+    value
 }
 
 fn put(object: &mut Map<String, Value>, more: Value) {
@@ -165,6 +182,9 @@ fn link_loads(planned: &Planned) -> Value {
             "boundary_ms": boundary_ms,
             "exposed_ms": known.then(|| planned.exposed(load.pool).as_ms()),
         });
+        if let Some(both) = links::both_ways(planned, load.pool) {
+            value["both_bytes_per_s"] = json!(both.get());
+        }
         if let Some(verified) = &planned.verified {
             let (moved, busy) = links::carried(verified, load.pool);
             value["moved_bytes"] = json!(moved);
@@ -176,8 +196,7 @@ fn link_loads(planned: &Planned) -> Value {
         }
         (load.pool.name().to_owned(), value)
     };
-    let loads = LinkLoad::of(&planned.problem.chain, planned.solution.placement.as_deref());
-    Value::Object(loads.into_iter().map(entry).collect())
+    Value::Object(links::loads(planned).into_iter().map(entry).collect())
 }
 
 fn rival(rival: &Rival) -> Value {
@@ -204,7 +223,7 @@ pub(crate) fn sizes(model: &ModelFacts) -> Value {
     put(
         &mut object,
         json!({
-            "status": "sized", "name": model.name, "layers": model.spec.layers(), "notes": model.spec.notes,
+            "status": "sized", "name": model.name, "layers": model.spec.layers(), "notes": model.notes(),
         }),
     );
     put(&mut object, of_model(model));

@@ -18,7 +18,7 @@ use super::problem::ModelFacts;
 /// Why there is no plan, in sentences for people.
 pub(crate) fn refusal(planned: &Planned) -> String {
     let solution = &planned.solution;
-    let remedies: Vec<String> = planned.remedies.iter().map(Remedy::to_string).collect();
+    let remedies: Vec<String> = planned.remedies.iter().map(|r| remedy(planned, r)).collect();
     let list = remedies.join("\n  - ");
     match solution.status {
         Status::NoIncumbent => {
@@ -38,7 +38,9 @@ pub(crate) fn refusal(planned: &Planned) -> String {
             format!("the plan breaks a rule: {}", planned.why.as_deref().unwrap_or("no rule was named"))
         }
         Status::Infeasible => match (&planned.why, remedies.is_empty()) {
-            (Some(why), true) => why.clone(),
+            (Some(why), true) => {
+                format!("{why}\nThe budgets are --hbm-gib, --host-gib and --nvme-gib, or as many -mib.")
+            }
             (Some(why), false) => format!("{why}\nAny one of these would help:\n  - {list}"),
             (None, true) => {
                 "no placement keeps all rules, and no single budget, block limit or lock is to blame: raise several budgets".into()
@@ -49,6 +51,19 @@ pub(crate) fn refusal(planned: &Planned) -> String {
         },
         _ => format!("the solver failed: {}", solution.message.as_deref().unwrap_or("no reason given")),
     }
+}
+
+/// What would help, with the flag that does it.
+fn remedy(planned: &Planned, remedy: &Remedy) -> String {
+    let flag = match remedy {
+        Remedy::Budget { tier, .. } if planned.problem.step.is_some() => format!("--{tier}-gib"),
+        Remedy::Budget { tier, .. } => format!("--{tier}-activation-gib"),
+        Remedy::HbmCap { .. } => "--hbm-gib".into(),
+        Remedy::SegmentLayers { .. } => "--max-segment".into(),
+        Remedy::Rate { pool } => format!("--{}-gbps", pool.name().replace('_', "-")),
+        _ => return remedy.to_string(),
+    };
+    format!("{remedy}: {flag}")
 }
 
 /// What several ranks share and how good their plan is known to be, as labels and values. Nothing for one alone.
@@ -100,7 +115,13 @@ fn proof(planned: &Planned) -> String {
         (true, ..) => "as given".into(),
         (_, Status::Optimal, _) => "proven optimal".into(),
         (_, _, Some(gap)) => format!("not proven, at most {:.3} % from the optimum", gap * 100.0),
-        _ => "not proven".into(),
+        _ => match (planned.step(), planned.step_bound) {
+            (Some(step), Some(bound)) if step > Seconds::ZERO => format!(
+                "not proven, at most {:.3} % from the optimum",
+                100.0 * (step.get() - bound.get()).max(0.0) / step.get()
+            ),
+            _ => "not proven".into(),
+        },
     }
 }
 
@@ -179,6 +200,11 @@ fn verdict(planned: &Planned) -> Option<String> {
     } else {
         format!("no faster than `{}`", rival.name)
     })
+}
+
+/// A value of a sweep, in as many digits as it needs.
+pub(crate) fn number(value: f64) -> String {
+    if value == 0.0 || (1e-6..1e15).contains(&value.abs()) { value.to_string() } else { format!("{value:e}") }
 }
 
 fn boundaries(placement: &[Placement], wanted: Placement) -> Vec<usize> {

@@ -3,12 +3,11 @@
 use std::fmt::{Result, Write};
 
 use lazy_model::{Bytes, Evaluation, Seconds, Tier};
-use lazy_solver::Remedy;
 
 use super::super::next::{self, Change};
 use super::super::plan::{Planned, Rival};
 use super::super::problem::ModelFacts;
-use super::{internals, kinds_in_words, links, map, proof, refusal, throughput, verdict};
+use super::{internals, kinds_in_words, links, map, number, proof, refusal, throughput, verdict};
 
 pub(crate) fn plan(planned: &Planned, changes: &[Change], colours: bool) -> String {
     let mut out = String::new();
@@ -34,19 +33,19 @@ fn write_plan(out: &mut String, planned: &Planned, changes: &[Change], colours: 
     if !limits.is_empty() {
         writeln!(out, "\nlimited by:  {}", limits.join(", "))?;
     }
-    if let Some(best) = changes.first() {
-        writeln!(out, "next change: {}", best.sentence())?;
-        for change in &changes[1..] {
-            writeln!(out, "             {}", change.sentence())?;
-        }
+    for (i, sentence) in next::sentences(changes).iter().enumerate() {
+        writeln!(out, "{:<12} {sentence}", if i == 0 { "next change:" } else { "" })?;
     }
     Ok(())
 }
 
+/// Names come from files: their line breaks and terminal codes stay theirs.
+fn plain(text: &str) -> String {
+    text.replace(char::is_control, "\u{fffd}")
+}
+
 fn head(out: &mut String, planned: &Planned) -> Result {
     let (problem, solution) = (&planned.problem, &planned.solution);
-    // Names come from files: their line breaks and terminal codes stay theirs.
-    let plain = |name: &str| name.replace(char::is_control, "\u{fffd}");
     write!(out, "{}: ", plain(&problem.name))?;
     if let Some(model) = &problem.model {
         model_line(out, model)?;
@@ -55,7 +54,7 @@ fn head(out: &mut String, planned: &Planned) -> Result {
         writeln!(out, "on {}", plain(&profile.name))?;
     }
     for note in &problem.notes {
-        writeln!(out, "note: {note}")?;
+        writeln!(out, "note: {}", plain(note))?;
     }
     let how = if planned.given {
         String::new()
@@ -211,7 +210,7 @@ pub(crate) fn sizes(model: &ModelFacts) -> String {
 
 fn write_sizes(out: &mut String, model: &ModelFacts) -> Result {
     let (spec, work) = (&model.spec, &model.work);
-    write!(out, "{}: ", model.name)?;
+    write!(out, "{}: ", plain(&model.name))?;
     model_line(out, model)?;
     writeln!(out, "\n{:<44} {:>14} {:>18}", "", "", "bytes")?;
     let mut row = |label: &str, bytes: Bytes| {
@@ -232,8 +231,8 @@ fn write_sizes(out: &mut String, model: &ModelFacts) -> Result {
         spec.flops_per_token_6n(),
         spec.flops_per_token_exact(work)
     )?;
-    for note in &spec.notes {
-        writeln!(out, "note: {note}")?;
+    for note in model.notes() {
+        writeln!(out, "note: {}", plain(&note))?;
     }
     writeln!(
         out,
@@ -255,27 +254,26 @@ fn write_sweep(out: &mut String, flag: &str, rows: &[(f64, Planned)]) -> Result 
         "status", "hbm", "host", "nvme", "recompute", "kept", "objective ms", "added ms", "step s"
     )?;
     for (value, planned) in rows {
-        let solution = &planned.solution;
-        write!(out, "{value:>20} {:>12} ", solution.status.name())?;
-        let Some(evaluation) = &solution.evaluation else {
-            let helps: Vec<String> = planned.remedies.iter().map(Remedy::to_string).collect();
-            let why = if helps.is_empty() { refusal(planned) } else { helps.join("; or ") };
-            writeln!(out, "{why}")?;
-            continue;
+        write!(out, "{:>20} {:>12}", number(*value), planned.solution.status.name())?;
+        let cells = match &planned.solution.evaluation {
+            Some(e) => {
+                let c = e.counts;
+                let counts = [c.hbm, c.host, c.nvme, c.recompute, c.kept].map(|count| count.to_string());
+                let times = [format!("{:.5}", e.objective_ms), format!("{:.3}", e.step_ms())];
+                let step = planned.step().map_or("-".to_owned(), |step| format!("{:.4}", step.get()));
+                counts.into_iter().chain(times).chain([step]).collect()
+            }
+            None => vec!["-".to_owned(); 8],
         };
-        let c = evaluation.counts;
-        let step = planned.step().map_or("-".to_owned(), |step| format!("{:.4}", step.get()));
-        writeln!(
-            out,
-            "{:>5} {:>5} {:>5} {:>10} {:>5} {:>16.5} {:>14.3} {step:>12}",
-            c.hbm,
-            c.host,
-            c.nvme,
-            c.recompute,
-            c.kept,
-            evaluation.objective_ms,
-            evaluation.step_ms()
-        )?;
+        for (cell, width) in cells.iter().zip([5, 5, 5, 10, 5, 16, 14, 12]) {
+            write!(out, " {cell:>width$}")?;
+        }
+        writeln!(out)?;
+    }
+    let without = rows.iter().filter(|(_, planned)| planned.solution.evaluation.is_none());
+    for (i, (value, planned)) in without.enumerate() {
+        let start = if i == 0 { "\n" } else { "" };
+        writeln!(out, "{start}{flag}={}: {}", number(*value), refusal(planned))?;
     }
     Ok(())
 }
