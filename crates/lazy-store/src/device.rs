@@ -64,6 +64,21 @@ pub(crate) trait Device: Send + Sync {
 
     /// Gives the handle of a mark back.
     fn forget(&self, handle: *mut c_void);
+
+    /// Whether `mark` is reached. Asked in seeded order only, where there are no threads that wait for marks.
+    fn is_reached(&self, _mark: &Mark) -> bool {
+        true
+    }
+
+    /// Whether a simulated device has an operation that can run.
+    fn can_advance(&self) -> bool {
+        false
+    }
+
+    /// Runs one operation of a simulated device, if one can run.
+    fn advance(&self) -> bool {
+        false
+    }
 }
 
 /// The staged copies of a device: from and to its memory, on a stream.

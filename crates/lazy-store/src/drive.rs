@@ -41,56 +41,62 @@ pub(crate) fn spawn_completer(
 fn serve(inner: &Inner, lane: Lane) {
     // A thread that cannot use the device finds that out with its first task, which reports it.
     let _ = inner.device.as_ref().map(|device| device.bind());
-    let mut state = inner.lock();
-    loop {
-        if let Some(task) = state.lanes.start(lane) {
-            let base = state.lanes.base();
-            drop(state);
-            match (task.kind, &inner.device) {
-                (Kind::Stream, Some(device)) => {
-                    let issued = issue(device, task, base.is_some());
-                    state = inner.lock();
-                    state.lanes.issue(issued);
-                }
-                _ => {
-                    let finished = run(inner, task);
-                    state = inner.lock();
-                    state.lanes.finish(finished);
-                }
-            }
-            inner.changed.notify_all();
-        } else if state.closing && state.lanes.lane_idle(lane) {
-            return;
-        } else {
-            state = inner.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+    while wait_for(inner, lane, |state| state.lanes.ready(lane)) {
+        start_next(inner, lane);
     }
 }
 
 fn complete_all(inner: &Inner, device: &dyn Device, lane: Lane) {
     let _ = device.bind();
-    let mut state = inner.lock();
-    loop {
-        if let Some(end) = state.lanes.oldest_in_flight(lane) {
-            let base = state.lanes.base();
-            drop(state);
-            let result = end.map_or(Ok(()), |end| device.synchronize(&end));
-            state = inner.lock();
-            if let Some(issued) = state.lanes.take_in_flight(lane) {
-                let finished = complete(device, issued, result, base);
-                state.lanes.finish(finished);
-            }
-            inner.changed.notify_all();
-        } else if state.closing && state.lanes.lane_idle(lane) {
-            return;
-        } else {
-            state = inner.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+    while wait_for(inner, lane, |state| state.lanes.oldest_in_flight(lane).is_some()) {
+        complete_next(inner, device, lane);
     }
 }
 
+/// Waits until there is something to do on a lane; `false` where there never will be.
+fn wait_for(inner: &Inner, lane: Lane, something: impl Fn(&State) -> bool) -> bool {
+    let idle = |state: &mut State| !(something(state) || state.closing && state.lanes.lane_idle(lane));
+    let state = inner.changed.wait_while(inner.lock(), idle).unwrap_or_else(PoisonError::into_inner);
+    something(&state)
+}
+
+/// Takes the next task of a lane, if it can be started, and runs it or puts it on its stream.
+fn start_next(inner: &Inner, lane: Lane) {
+    let mut state = inner.lock();
+    let Some(task) = state.lanes.start(lane) else { return };
+    let timed = state.lanes.base().is_some();
+    drop(state);
+    match (task.kind, &inner.device) {
+        (Kind::Stream, Some(device)) => {
+            let issued = issue(device, task, timed);
+            inner.lock().lanes.issue(issued);
+        }
+        _ => {
+            let finished = run(inner, task);
+            inner.lock().lanes.finish(finished);
+        }
+    }
+    inner.changed.notify_all();
+}
+
+/// Waits for the oldest task in flight on a lane's stream, if there is one.
+fn complete_next(inner: &Inner, device: &dyn Device, lane: Lane) {
+    let state = inner.lock();
+    let Some(end) = state.lanes.oldest_in_flight(lane) else { return };
+    let base = state.lanes.base();
+    drop(state);
+    let result = end.map_or(Ok(()), |end| device.synchronize(&end));
+    let mut state = inner.lock();
+    if let Some(issued) = state.lanes.take_in_flight(lane) {
+        let finished = complete(device, issued, result, base);
+        state.lanes.finish(finished);
+    }
+    drop(state);
+    inner.changed.notify_all();
+}
+
 /// Puts one task on its stream, outside the lock.
-pub(crate) fn issue(device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
+fn issue(device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
     let Started { token, marks, name, work, skip, ticket, .. } = task;
     let at = Instant::now();
     let mut issued =
@@ -149,18 +155,47 @@ pub(crate) fn wait_until<'a>(inner: &'a Inner, reached: impl Fn(&State) -> bool)
     };
     let mut random = seeded.lock().unwrap_or_else(PoisonError::into_inner);
     loop {
-        let mut state = inner.lock();
-        let ready: Vec<Lane> = Lane::ALL.into_iter().filter(|&lane| state.lanes.ready(lane)).collect();
+        let state = inner.lock();
+        let ready = choices(inner, &state);
         // Waits point to earlier submissions only, so something is ready until everything is done.
         if reached(&state) || ready.is_empty() {
             return state;
         }
-        let lane = ready[random.below(ready.len() as u64) as usize];
-        let Some(task) = state.lanes.start(lane) else { continue };
         drop(state);
-        let finished = run(inner, task);
-        inner.lock().lanes.finish(finished);
+        match (ready[random.below(ready.len() as u64) as usize], &inner.device) {
+            (Choice::Complete(lane), Some(device)) => complete_next(inner, &**device, lane),
+            (Choice::Advance, Some(device)) => {
+                device.advance();
+            }
+            (Choice::Start(lane), _) => start_next(inner, lane),
+            (_, None) => {}
+        }
     }
+}
+
+/// What whoever waits in the seeded order can do next.
+#[derive(Clone, Copy)]
+enum Choice {
+    /// Start the next task of a lane.
+    Start(Lane),
+    /// See the oldest task in flight on a lane's stream completed.
+    Complete(Lane),
+    /// Run an operation of a simulated device.
+    Advance,
+}
+
+fn choices(inner: &Inner, state: &State) -> Vec<Choice> {
+    let ready = Lane::ALL.into_iter().filter(|&lane| state.lanes.ready(lane));
+    let mut choices: Vec<Choice> = ready.map(Choice::Start).collect();
+    if let Some(device) = &inner.device {
+        let done = |lane: &Lane| {
+            let end = state.lanes.oldest_in_flight(*lane);
+            end.is_some_and(|end| end.is_none_or(|end| device.is_reached(&end)))
+        };
+        choices.extend(Lane::ALL.into_iter().filter(done).map(Choice::Complete));
+        choices.extend(device.can_advance().then_some(Choice::Advance));
+    }
+    choices
 }
 
 /// Runs one task, outside the lock.

@@ -114,14 +114,18 @@ pub enum StoreError {
         /// The extent's length.
         bytes: Bytes,
     },
-    /// A task asks for the bytes of an NVMe extent.
-    #[error("task `{task}` names an nvme extent, which has no bytes in memory; copy it to host first")]
+    /// A task asks for bytes that it cannot address: those of an NVMe extent or, on the CPU beside a GPU, of one in HBM.
+    #[error(
+        "task `{task}` names an extent in {tier}, which it cannot address; copy it to host first, or launch the task on a stream if it is in hbm"
+    )]
     NotInMemory {
         /// The task's name.
         task: String,
+        /// Where the extent is.
+        tier: Tier,
     },
     /// No link connects the two tiers of a copy.
-    #[error("copy `{task}` goes from {from} to {to}; only neighbouring tiers are connected")]
+    #[error("no link takes copy `{task}` from {from} to {to}; copy by way of another tier")]
     NoLink {
         /// The task's name.
         task: String,

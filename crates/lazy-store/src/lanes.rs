@@ -116,6 +116,9 @@ pub(crate) struct Lanes {
     issued: Clock,
     completed: Clock,
     failure: Option<StoreError>,
+    /// Tests see whether they notice that streams do not wait for each other.
+    #[cfg(any(test, feature = "test-util"))]
+    pub(crate) without_stream_waits: bool,
     /// Time origin of the spans; nothing is recorded before the first step.
     origin: Option<Instant>,
     base: Option<(Arc<Mark>, Instant)>,
@@ -206,6 +209,8 @@ impl Lanes {
         let queue = &mut self.queues[slot(lane)];
         let Queued { kind, name, bytes, waits, blocked_on, record, work } = queue.tasks.pop_front()?;
         queue.running = true;
+        #[cfg(any(test, feature = "test-util"))]
+        let waits = if self.without_stream_waits { Clock::default() } else { waits };
         let marks = match kind {
             Kind::Host => Vec::new(),
             Kind::Stream => Lane::ALL.into_iter().filter_map(|l| self.mark(l, waits.get(l))).collect(),

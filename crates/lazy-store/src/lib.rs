@@ -84,6 +84,8 @@ mod mutants;
 mod options;
 mod random;
 pub mod scratch;
+#[cfg(any(test, feature = "test-util"))]
+mod simulated;
 mod spill;
 mod store;
 

@@ -114,6 +114,12 @@ impl crate::Store {
         seeded
     }
 
+    /// Lets the streams of a device run without waiting for each other, or no longer. What races then is memory of the device
+    /// and what it copies; tasks on the host wait as ever.
+    pub fn leave_out_stream_waits(&self, leave_out: bool) {
+        self.inner().lock().lanes.without_stream_waits = leave_out;
+    }
+
     /// Draws the order of what is run from now on from another seed, as a new store would. Nothing on threads.
     pub fn reseed(&self, seed: u64) {
         if let Some(random) = &self.inner().seeded {

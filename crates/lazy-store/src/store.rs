@@ -88,6 +88,8 @@ pub(crate) struct Inner {
     pub(crate) device: Option<Arc<dyn Device>>,
     /// The same, where it is CUDA.
     pub(crate) cuda: Option<Arc<Cuda>>,
+    #[cfg(any(test, feature = "test-util"))]
+    pub(crate) simulated: Option<Arc<crate::simulated::Simulated>>,
     limits: LinkLimits,
     poison: bool,
     /// The generator of the seeded order; whoever holds it runs the tasks.
@@ -265,7 +267,8 @@ impl Store {
     /// [`StoreError::DirectRefused`] where an explicit choice cannot be had, and what the system refuses besides.
     pub fn open(options: StoreOptions) -> Result<Store, StoreError> {
         let spill = options.nvme.as_ref().map(Spill::open).transpose()?;
-        Store::with_spill(options, spill)
+        let device = Opened::new(&options)?;
+        Store::with(options, spill, device)
     }
 
     /// [`Store::open`], with the spill file's transfers going through a fault double.
@@ -280,10 +283,35 @@ impl Store {
     ) -> Result<Store, StoreError> {
         let spill =
             options.nvme.as_ref().map(|nvme| Spill::open_with(nvme, |queue| faults.wrap(queue, false)));
-        Store::with_spill(options, spill.transpose()?)
+        let device = Opened::new(&options)?;
+        Store::with(options, spill.transpose()?, device)
     }
 
-    fn with_spill(options: StoreOptions, mut spill: Option<Spill>) -> Result<Store, StoreError> {
+    /// [`Store::open_with_faults`], beside a simulated device with streams: tasks of [`Store::compute`] and copies are
+    /// operations of its streams, and copies to and from NVMe pass through the staging ring, as beside a GPU. In an order
+    /// drawn from a seed only.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Store::open`].
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn open_simulated(options: StoreOptions, faults: &crate::fault::Faults) -> Result<Store, StoreError> {
+        let QueueOrder::Seeded(seed) = options.order else {
+            let (device, what) = ("the simulated device", "be used by threads");
+            return Err(StoreError::Device { device, what, instead: "draw the order from a seed" });
+        };
+        let spill =
+            options.nvme.as_ref().map(|nvme| Spill::open_with(nvme, |queue| faults.wrap(queue, false)));
+        let simulated = Arc::new(crate::simulated::Simulated::new(options.hbm, seed)?);
+        let device = Opened {
+            device: Some(Arc::clone(&simulated) as Arc<dyn Device>),
+            cuda: None,
+            simulated: Some(simulated),
+        };
+        Store::with(options, spill.transpose()?, device)
+    }
+
+    fn with(options: StoreOptions, mut spill: Option<Spill>, opened: Opened) -> Result<Store, StoreError> {
         let staging = spill.as_ref().map_or(Bytes::ZERO, Spill::staging);
         if staging > options.host {
             return Err(StoreError::StagingOverBudget { staging, budget: options.host });
@@ -303,17 +331,9 @@ impl Store {
             next_extent: 0,
             mutant: Mutant::default(),
         };
-        let cuda = match options.device {
-            DeviceChoice::Host => None,
-            DeviceChoice::Cuda { ordinal } => {
-                refuse_on_cuda(&options)?;
-                Some(Arc::new(Cuda::open(ordinal, options.hbm)?))
-            }
-        };
-        let device = cuda.clone().map(|cuda| cuda as Arc<dyn Device>);
         let mut host = Mapping::new("the host arena", options.host.saturating_sub(staging))?;
         let mut staging_pin = None;
-        let hbm = match &device {
+        let hbm = match &opened.device {
             None => Hbm::Host(Mapping::new("the hbm arena", options.hbm)?),
             Some(device) => {
                 device.bind().map_err(StoreError::of_device)?;
@@ -329,7 +349,7 @@ impl Store {
         };
         if let Some(spill) = &mut spill {
             // SAFETY: the mapping lives as long as `Inner`, and only tasks, run from within it, read and write spill files.
-            unsafe { spill.register_memory(host.window(), device.is_some()) };
+            unsafe { spill.register_memory(host.window(), opened.device.is_some()) };
         }
         let inner = Arc::new(Inner {
             state: Mutex::new(state),
@@ -338,8 +358,10 @@ impl Store {
             host,
             _staging_pin: staging_pin,
             spill: spill.map(Arc::new),
-            device,
-            cuda,
+            device: opened.device,
+            cuda: opened.cuda,
+            #[cfg(any(test, feature = "test-util"))]
+            simulated: opened.simulated,
             limits: options.limits,
             poison: options.poison,
             seeded: match options.order {
@@ -421,11 +443,8 @@ impl Store {
         task: Submission<'_>,
         run: impl FnOnce(&mut Access<'_>) -> Result<(), BoxError> + Send + 'static,
     ) -> Result<Event, StoreError> {
-        let mut extents = task.reads.iter().chain(task.writes);
         let on_device = self.inner().device.is_some();
-        if extents.any(|e| e.tier == Tier::Nvme || on_device && e.tier == Tier::Hbm) {
-            return Err(StoreError::NotInMemory { task: task.name });
-        }
+        refuse(&task, |tier| tier == Tier::Nvme || on_device && tier == Tier::Hbm)?;
         self.enqueue_access(task, run)
     }
 
@@ -446,9 +465,7 @@ impl Store {
             let instead = "it has none; submit a task that does its work in the call";
             return Err(StoreError::Device { device, what, instead });
         };
-        if task.reads.iter().chain(task.writes).any(|e| e.tier == Tier::Nvme) {
-            return Err(StoreError::NotInMemory { task: task.name });
-        }
+        refuse(&task, |tier| tier == Tier::Nvme)?;
         let stream = device.stream(task.lane);
         self.enqueue(task, Kind::Stream, move |views| {
             views.poison_on(&*device, stream)?;
@@ -603,6 +620,40 @@ impl Store {
 
     pub(crate) fn inner(&self) -> &Arc<Inner> {
         &self.handle.inner
+    }
+}
+
+/// Refuses a task with extents in some tiers.
+fn refuse(task: &Submission<'_>, in_tier: impl Fn(Tier) -> bool) -> Result<(), StoreError> {
+    match task.reads.iter().chain(task.writes).find(|extent| in_tier(extent.tier)) {
+        Some(extent) => Err(StoreError::NotInMemory { task: task.name.clone(), tier: extent.tier }),
+        None => Ok(()),
+    }
+}
+
+/// The device of a store that is being opened.
+struct Opened {
+    device: Option<Arc<dyn Device>>,
+    cuda: Option<Arc<Cuda>>,
+    #[cfg(any(test, feature = "test-util"))]
+    simulated: Option<Arc<crate::simulated::Simulated>>,
+}
+
+impl Opened {
+    fn new(options: &StoreOptions) -> Result<Self, StoreError> {
+        let cuda = match options.device {
+            DeviceChoice::Host => None,
+            DeviceChoice::Cuda { ordinal } => {
+                refuse_on_cuda(options)?;
+                Some(Arc::new(Cuda::open(ordinal, options.hbm)?))
+            }
+        };
+        Ok(Opened {
+            device: cuda.clone().map(|cuda| cuda as Arc<dyn Device>),
+            cuda,
+            #[cfg(any(test, feature = "test-util"))]
+            simulated: None,
+        })
     }
 }
 

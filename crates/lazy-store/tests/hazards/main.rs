@@ -40,9 +40,17 @@ fn has_checksums(seed: u64) -> bool {
     seed / BLOCK % 4 < 2
 }
 
+/// What the store's HBM is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum On {
+    Host,
+    /// A simulated device: what runs on its streams is issued ahead of time, and the streams wait for each other.
+    Streams,
+}
+
 /// A store small enough that ranges change hands all the time. Most blocks of seeds use the page cache, which is fast;
 /// the others go around it, through io_uring, or over two drives. Half have checksums.
-fn store(dir: &Path, order: QueueOrder, seed: u64, faults: &Faults) -> Store {
+fn store(dir: &Path, on: On, order: QueueOrder, seed: u64, faults: &Faults) -> Store {
     let (backend, direct) = match seed / BLOCK % 8 {
         3 => (BackendChoice::Uring, DirectChoice::Off),
         5 => (BackendChoice::Posix, DirectChoice::Auto),
@@ -63,5 +71,8 @@ fn store(dir: &Path, order: QueueOrder, seed: u64, faults: &Faults) -> Store {
         order,
         ..StoreOptions::default()
     };
-    Store::open_with_faults(options, faults).unwrap()
+    match on {
+        On::Host => Store::open_with_faults(options, faults).unwrap(),
+        On::Streams => Store::open_simulated(options, faults).unwrap(),
+    }
 }

@@ -5,7 +5,7 @@ use lazy_store::mutants::{Side, Source, Wait};
 use lazy_store::{Lane, QueueOrder, Tier};
 
 use crate::program::{Trouble, run};
-use crate::{folder, store};
+use crate::{On, folder, store};
 
 /// Seeds tried before a mutant counts as a survivor.
 const SEEDS: u64 = 10_000;
@@ -33,7 +33,7 @@ fn mutants_without_a_wait_fail_on_some_seed() {
     let mut survivors = Vec::new();
     for wait in all_waits() {
         // A store of its own: a mutant may leave work behind.
-        let store = store(dir.path(), QueueOrder::Seeded(0), 0, &faults);
+        let store = store(dir.path(), On::Host, QueueOrder::Seeded(0), 0, &faults);
         assert!(store.leave_out(Some(wait)));
         let killed =
             (0..SEEDS).find_map(|seed| Some((seed, run(&store, &faults, seed, Trouble::None).err()?)));
@@ -49,8 +49,18 @@ fn mutants_without_a_wait_fail_on_some_seed() {
 }
 
 #[test]
+fn streams_that_do_not_wait_for_each_other_fail_on_some_seed() {
+    let (dir, faults) = (folder(), Faults::new(0));
+    let store = store(dir.path(), On::Streams, QueueOrder::Seeded(0), 0, &faults);
+    store.leave_out_stream_waits(true);
+    let killed = (0..SEEDS).find_map(|seed| Some((seed, run(&store, &faults, seed, Trouble::None).err()?)));
+    let (seed, how) = killed.expect("the sweep does not notice that streams do not wait");
+    eprintln!("{:<32} killed by seed {seed:>5}: {how}", "waits between streams");
+}
+
+#[test]
 fn stores_on_threads_take_no_mutants() {
     let dir = folder();
-    let store = store(dir.path(), QueueOrder::Threads, 0, &Faults::new(0));
+    let store = store(dir.path(), On::Host, QueueOrder::Threads, 0, &Faults::new(0));
     assert!(!store.leave_out(Some(Wait::Read(Lane::Compute))));
 }

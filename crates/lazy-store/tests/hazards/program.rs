@@ -231,7 +231,7 @@ impl Run<'_> {
         let reads: Vec<&Extent> = reads.iter().map(|&i| &self.live[i].extent).collect();
         let writes: Vec<&Extent> = write.iter().map(|&(i, _)| &self.live[i].extent).collect();
         let task = Submission { reads: &reads, writes: &writes, after, ..Submission::new(lane, name) };
-        let event = self.store.submit(task, work).unwrap();
+        let event = self.store.compute(task, work).unwrap();
         self.events.push((event, ran));
         if let Some((i, content)) = write {
             self.live[i].content = Some(content);
@@ -352,7 +352,7 @@ impl Run<'_> {
             }
             Ok(())
         };
-        self.store.submit(task, check).unwrap();
+        self.store.compute(task, check).unwrap();
     }
 
     fn release_one(&mut self) {
@@ -368,7 +368,7 @@ impl Run<'_> {
         };
         let reads = [&self.live[i].extent];
         let task = Submission { reads: &reads, ..Submission::new(Lane::Compute, "too early") };
-        match self.store.submit(task, |_| Ok(())) {
+        match self.store.compute(task, |_| Ok(())) {
             Err(StoreError::NotWritten { .. }) => Ok(()),
             other => Err(format!("reading what nothing wrote gives {other:?}")),
         }

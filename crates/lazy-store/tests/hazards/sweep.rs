@@ -6,7 +6,7 @@ use lazy_store::QueueOrder;
 use lazy_store::fault::Faults;
 
 use crate::program::{Outcome, Trouble, run};
-use crate::{BLOCK, deep, folder, store};
+use crate::{BLOCK, On, deep, folder, store};
 
 /// Seeds of the sweep.
 const SEEDS: u64 = 10_000;
@@ -22,7 +22,7 @@ fn trouble(seed: u64) -> Trouble {
 }
 
 /// Runs the seeds on as few stores as possible.
-fn run_all(seeds: Range<u64>, order: QueueOrder, trouble: impl Fn(u64) -> Trouble) -> Outcome {
+fn run_all(seeds: Range<u64>, on: On, order: QueueOrder, trouble: impl Fn(u64) -> Trouble) -> Outcome {
     let (dir, faults) = (folder(), Faults::new(0));
     let mut sum = Outcome::default();
     let mut open = None;
@@ -30,7 +30,7 @@ fn run_all(seeds: Range<u64>, order: QueueOrder, trouble: impl Fn(u64) -> Troubl
         if seed.is_multiple_of(BLOCK) {
             open = None;
         }
-        let store = open.get_or_insert_with(|| store(dir.path(), order, seed, &faults));
+        let store = open.get_or_insert_with(|| store(dir.path(), on, order, seed, &faults));
         match run(store, &faults, seed, trouble(seed)) {
             Ok(done) => {
                 sum.tasks += done.tasks;
@@ -56,15 +56,17 @@ fn run_all(seeds: Range<u64>, order: QueueOrder, trouble: impl Fn(u64) -> Troubl
 #[test]
 fn sweep_every_read_of_ten_thousand_interleavings_returns_what_was_written() {
     if let Some(seed) = std::env::var(REPLAY).ok().and_then(|seed| seed.parse::<u64>().ok()) {
-        run_all(seed..seed + 1, QueueOrder::Seeded(seed), trouble);
+        for on in [On::Host, On::Streams] {
+            run_all(seed..seed + 1, on, QueueOrder::Seeded(seed), trouble);
+        }
         return;
     }
     let all = SEEDS * deep(10);
-    // Two halves side by side: each thread has a store of its own.
+    // Two halves side by side, each thread with a store of its own: one on the host device, one beside streams.
     let half = (all / 2).next_multiple_of(BLOCK);
     let outcomes = std::thread::scope(|scope| {
-        let halves = [0..half, half..all]
-            .map(|seeds| scope.spawn(move || run_all(seeds, QueueOrder::Seeded(0), trouble)));
+        let halves = [(0..half, On::Host), (half..all, On::Streams)]
+            .map(|(seeds, on)| scope.spawn(move || run_all(seeds, on, QueueOrder::Seeded(0), trouble)));
         halves.map(|half| half.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
     let [tasks, failures] =
@@ -77,5 +79,5 @@ fn sweep_every_read_of_ten_thousand_interleavings_returns_what_was_written() {
 #[test]
 fn threads_with_random_delays_read_what_was_written() {
     let trouble = |seed: u64| if seed.is_multiple_of(3) { Trouble::Faults } else { Trouble::Delays };
-    run_all(0..THREAD_RUNS * deep(10), QueueOrder::Threads, trouble);
+    run_all(0..THREAD_RUNS * deep(10), On::Host, QueueOrder::Threads, trouble);
 }
