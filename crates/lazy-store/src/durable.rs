@@ -5,9 +5,8 @@ use std::fmt;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -63,8 +62,9 @@ struct Dir {
 struct Opened {
     files: Arc<Stripes>,
     len: u64,
-    /// A flush failed: what was written since the last good one may be gone.
-    sync_failed: AtomicBool,
+    /// A flush failed: what was written since the last good one may be gone. Locked while a flush runs, because the
+    /// system reports a failure to one of several flushes at once.
+    sync_failed: Mutex<bool>,
 }
 
 struct Order {
@@ -332,7 +332,7 @@ impl DurableDir {
     fn opened(&self, file: File, path: PathBuf, len: u64) -> DurableFile {
         let NvmeMode { granularity, alignment, .. } = self.inner.mode;
         let files = Arc::new(Stripes::one(OpenFile::new(file, path, granularity), alignment));
-        let file = Opened { files, len, sync_failed: AtomicBool::new(false) };
+        let file = Opened { files, len, sync_failed: Mutex::new(false) };
         DurableFile { file: Arc::new(file), dir: Arc::clone(&self.inner) }
     }
 
@@ -386,15 +386,14 @@ impl DurableFile {
     /// the unflushed bytes, and a second flush that succeeds would hide it.
     pub fn sync_data(&self) -> Result<(), StoreError> {
         let file = self.file.files.file(0);
-        if self.file.sync_failed.load(Ordering::Acquire) {
+        let mut failed = self.file.sync_failed.lock().unwrap_or_else(PoisonError::into_inner);
+        if *failed {
             return Err(StoreError::SyncFailed { path: file.path.clone() });
         }
         let flush =
             || rustix::fs::fdatasync(&file.file).map_err(|e| StoreError::file("flush", &file.path, e));
         let flushed = self.dir.hooks.carry_out(&self.dir.path, Change::SyncData { file }, flush);
-        if flushed.is_err() {
-            self.file.sync_failed.store(true, Ordering::Release);
-        }
+        *failed = flushed.is_err();
         flushed
     }
 
