@@ -62,12 +62,29 @@ impl Store {
         let (reads, writes) = ([src], [dst]);
         let task = Submission { reads: &reads, writes: &writes, after, bytes: src.bytes(), lane, name };
         let spill = self.inner().spill.clone();
+        let in_place =
+            self.inner().device.is_some() && spill.as_ref().is_some_and(|spill| spill.moves_device_memory());
         if [from, to].contains(&Tier::Hbm)
+            && !in_place
             && spill.as_ref().is_some_and(|s| [from, to].contains(&Tier::Nvme) && s.staging() == Bytes::ZERO)
         {
             return Err(StoreError::NoStaging);
         }
         match (lane, spill) {
+            (Lane::NvmeWrite, Some(spill)) if from == Tier::Hbm && in_place => {
+                let offset = dst.offset();
+                self.enqueue(task, Kind::Host, move |views| {
+                    // SAFETY: the extent is held by this task, and what it waited for has completed.
+                    Ok(unsafe { spill.write_device(offset, views.reads[0].window()) }?)
+                })
+            }
+            (Lane::NvmeRead, Some(spill)) if to == Tier::Hbm && in_place => {
+                let offset = src.offset();
+                self.enqueue(task, Kind::Host, move |views| {
+                    // SAFETY: as above.
+                    Ok(unsafe { spill.read_device(offset, views.writes[0].window()) }?)
+                })
+            }
             (Lane::NvmeWrite, Some(spill)) if from == Tier::Hbm => {
                 let (offset, len) = (dst.offset(), dst.bytes().get());
                 match self.inner().device.clone() {

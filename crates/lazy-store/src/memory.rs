@@ -210,6 +210,10 @@ impl View {
         View { start, len }
     }
 
+    pub(crate) fn window(self) -> Window {
+        Window { start: self.start, len: self.len }
+    }
+
     pub(crate) fn start(self) -> *mut u8 {
         self.start
     }

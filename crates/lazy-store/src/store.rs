@@ -13,6 +13,7 @@ use crate::cuda::{Cuda, Gpu};
 use crate::device::{Device, Pin, Stream};
 use crate::drive;
 use crate::error::{BoxError, StoreError};
+
 use crate::lanes::{Kind, Lanes, Work};
 use crate::memory::{Access, Hbm, Mapping, StreamAccess, View};
 use crate::mutants::{Mutant, Source, Wait};
@@ -350,6 +351,9 @@ impl Store {
         if let Some(spill) = &mut spill {
             // SAFETY: the mapping lives as long as `Inner`, and only tasks, run from within it, read and write spill files.
             unsafe { spill.register_memory(host.window(), opened.device.is_some()) };
+            if let (Some(device), Hbm::Device(arena)) = (&opened.device, &hbm) {
+                spill.use_device(Arc::clone(device), arena.window());
+            }
         }
         let inner = Arc::new(Inner {
             state: Mutex::new(state),

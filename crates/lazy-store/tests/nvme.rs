@@ -224,3 +224,23 @@ fn t3_a_drive_without_room_is_named_and_nothing_is_left_on_the_others() {
     assert!(path.starts_with(small.path()), "{error}");
     assert!([roomy, small].iter().all(|dir| std::fs::read_dir(dir.path()).unwrap().count() == 0));
 }
+
+#[test]
+fn t4_cufile_is_used_and_reported_or_refused_with_the_reason() {
+    let dir = folder();
+    let backend = BackendChoice::Cufile;
+    let nvme = NvmeOptions { backend, ..NvmeOptions::new(dir.path(), Bytes::from_mib(24)) };
+    match Store::open(StoreOptions { host: Bytes::from_mib(64), nvme: Some(nvme), ..StoreOptions::default() })
+    {
+        // Where there is a GPU.
+        Ok(store) => {
+            let mode = store.nvme_mode().unwrap();
+            assert!([Backend::CufileDirect, Backend::CufileCompat].contains(&mode.backend), "{mode}");
+            assert_eq!(mode.asked_backend, BackendChoice::Cufile);
+            there_and_back(&store, Tier::Host, 5_000_001);
+        }
+        Err(StoreError::BackendRefused { asked: "cuFile", reason }) => assert!(!reason.is_empty()),
+        Err(error) => panic!("{error}"),
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}

@@ -6,6 +6,8 @@
 //! back.
 
 pub(crate) mod available;
+#[cfg(target_os = "linux")]
+pub(crate) mod cufile;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fault;
 pub(crate) mod fs;

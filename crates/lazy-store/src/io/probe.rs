@@ -2,6 +2,8 @@
 //! neither an accepted `O_DIRECT` flag nor a reported alignment is a promise.
 
 use std::fs::File;
+#[cfg(target_os = "linux")]
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,6 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lazy_model::Bytes;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
 
+#[cfg(target_os = "linux")]
+use super::cufile::Cufile;
 use super::note::Watch;
 use super::pool::{Pool, Positioned};
 use super::slots::Slots;
@@ -24,8 +28,6 @@ const LEAST_ALIGNMENT: usize = 4096;
 /// Granularities tried where the file system states none, or states one that does not work.
 const GRANULARITIES: [usize; 4] = [512, 4096, 16384, 65536];
 
-const NO_CUFILE: &str = "this build has no cuFile back end";
-
 /// Makes a request queue of the given kind, or says why there is none.
 pub(crate) fn queue(backend: Backend, depth: usize) -> Result<Box<dyn Queue>, String> {
     match backend {
@@ -34,7 +36,10 @@ pub(crate) fn queue(backend: Backend, depth: usize) -> Result<Box<dyn Queue>, St
         #[cfg(not(target_os = "linux"))]
         Backend::Uring => Err("io_uring exists on Linux only".to_owned()),
         Backend::Posix => Ok(Box::new(Pool::new(Positioned, depth))),
-        Backend::CufileDirect | Backend::CufileCompat => Err(NO_CUFILE.to_owned()),
+        Backend::CufileDirect | Backend::CufileCompat => {
+            Err("cuFile moves GPU memory and this is for host memory; choose io_uring or the thread pool"
+                .to_owned())
+        }
     }
 }
 
@@ -46,9 +51,14 @@ pub(crate) fn settle(
 ) -> Result<NvmeMode, StoreError> {
     let mut fallbacks = Vec::new();
     let backend = settle_backend(dir, asked_backend, &mut fallbacks)?;
+    // cuFile leaves host memory to the thread pool.
+    let for_host = match backend {
+        Backend::CufileDirect | Backend::CufileCompat => Backend::Posix,
+        backend => backend,
+    };
     let granularity = match asked_direct {
         DirectChoice::Off => None,
-        DirectChoice::Required | DirectChoice::Auto => match direct_granularity(dir, backend) {
+        DirectChoice::Required | DirectChoice::Auto => match direct_granularity(dir, for_host) {
             Ok(granularity) => Some(granularity),
             Err(reason) if asked_direct == DirectChoice::Required => {
                 return Err(StoreError::DirectRefused { path: dir.to_owned(), reason });
@@ -79,7 +89,7 @@ fn settle_backend(
     fallbacks: &mut Vec<String>,
 ) -> Result<Backend, StoreError> {
     if asked == BackendChoice::Cufile {
-        return Err(StoreError::BackendRefused { asked: "cuFile", reason: NO_CUFILE.to_owned() });
+        return settle_cufile(dir, fallbacks);
     }
     if asked != BackendChoice::Posix {
         // A sandbox may allow the ring's making and refuse its use, so a file is written through it, too.
@@ -94,6 +104,26 @@ fn settle_backend(
     try_file(dir, Backend::Posix, OFlags::empty(), 1, LEAST_ALIGNMENT)
         .map_err(|reason| StoreError::file("write a probe file in", dir, std::io::Error::other(reason)))?;
     Ok(Backend::Posix)
+}
+
+#[cfg(target_os = "linux")]
+fn settle_cufile(dir: &Path, fallbacks: &mut Vec<String>) -> Result<Backend, StoreError> {
+    let refused = |reason| StoreError::BackendRefused { asked: "cuFile", reason };
+    let file = probe_file(dir, OFlags::DIRECT).map_err(refused)?;
+    let cufile = Cufile::open().map_err(refused)?;
+    cufile.register_files(&[file.as_fd()]).map_err(refused)?;
+    match &cufile.compatibility {
+        None => Ok(Backend::CufileDirect),
+        Some(why) => {
+            fallbacks.push(format!("not direct: {why}"));
+            Ok(Backend::CufileCompat)
+        }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn settle_cufile(_dir: &Path, _fallbacks: &mut Vec<String>) -> Result<Backend, StoreError> {
+    Err(StoreError::BackendRefused { asked: "cuFile", reason: "it exists on Linux only".to_owned() })
 }
 
 /// The smallest granularity with which a direct write and read back work.

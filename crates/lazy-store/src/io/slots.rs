@@ -19,7 +19,7 @@ pub(crate) struct Region {
     /// Held for its pages; touched only by those who hold its slots.
     _memory: AlignedBuf,
     window: Window,
-    pub(crate) slots: usize,
+    slots: usize,
 }
 
 impl Region {

@@ -44,8 +44,11 @@ pub(crate) enum Memory<'a> {
     Read(&'a mut [u8]),
     /// Bytes to write to the file.
     Write(&'a [u8]),
-    /// So many bytes of a device.
+    /// So many bytes of a device, which it copies.
     Staged(u64, &'a mut dyn StagedCopy),
+    /// Memory of a device that the queue can move where it lies. Nobody else uses it before the job has ended, and it is
+    /// never looked at.
+    Device(Window),
 }
 
 /// A transfer of all of its memory to or from one range of files.
@@ -497,13 +500,16 @@ impl<'a> Running<'a> {
             Memory::Read(bytes) => (Window::of_mut(bytes), false),
             Memory::Write(bytes) => (Window::of(bytes), false),
             Memory::Staged(len, _) => (Window { start: std::ptr::null_mut(), len: *len as usize }, true),
+            Memory::Device(window) => (*window, false),
         };
-        let alignment = job.files.alignment;
+        let device = matches!(job.memory, Memory::Device(_));
+        // A device's memory cannot be padded here; whoever moves it copes with any length.
+        let alignment = if device { 1 } else { job.files.alignment };
         Running {
             key,
             window,
             whole: (window.len / alignment * alignment) as u64,
-            in_place: !staged && job.files.takes(window.start.addr()),
+            in_place: device || !staged && job.files.takes(window.start.addr()),
             next: 0,
             notes: Vec::new(),
             pieces: 0,

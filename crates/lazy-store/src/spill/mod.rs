@@ -13,9 +13,14 @@ use lazy_model::Bytes;
 pub(crate) use crate::io::transfer::StagedCopy;
 pub(crate) use host::HostCopy;
 
+use crate::device::Device;
 use crate::error::StoreError;
+#[cfg(target_os = "linux")]
+use crate::io::cufile::Cufile;
 use crate::io::make::{create, make_private_dir};
 use crate::io::note::{Note, Watch};
+#[cfg(target_os = "linux")]
+use crate::io::pool::Pool;
 use crate::io::slots::Region;
 use crate::io::stripes::{OpenFile, Stripes, lengths};
 use crate::io::transfer::{Engine, Job, Memory};
@@ -42,9 +47,11 @@ pub(crate) struct Spill {
     mode: NvmeMode,
     /// That of each drive.
     modes: Vec<NvmeMode>,
-    // The queues come before the files and the memory that their requests use.
+    // The queues come before what their requests use.
     writer: Mutex<Engine>,
     reader: Mutex<Engine>,
+    #[cfg(target_os = "linux")]
+    cufile: Option<Arc<Cufile>>,
     files: Arc<Stripes>,
     region: Region,
     seals: Mutex<Seals>,
@@ -70,10 +77,18 @@ impl Spill {
         let mode = together(options, &modes).ok_or(StoreError::NoSpillDir)?;
         let least = if options.staging == Bytes::ZERO { BOUNCE_SLOTS } else { LEAST_STAGING_SLOTS };
         let region = Region::new(options.staging, least)?;
+        let refused = |reason| StoreError::BackendRefused { asked: "the probed back end", reason };
+        #[cfg(target_os = "linux")]
+        let cufile = match mode.backend {
+            Backend::CufileDirect | Backend::CufileCompat => Some(Cufile::open().map_err(refused)?),
+            Backend::Uring | Backend::Posix => None,
+        };
         let queue = || {
-            probe::queue(mode.backend, DEPTH)
-                .map(&wrap)
-                .map_err(|reason| StoreError::BackendRefused { asked: "the probed back end", reason })
+            #[cfg(target_os = "linux")]
+            if let Some(cufile) = &cufile {
+                return Ok(wrap(Box::new(Pool::new(Arc::clone(cufile), DEPTH))));
+            }
+            probe::queue(mode.backend, DEPTH).map(&wrap).map_err(refused)
         };
         let [write_slots, read_slots] = region.halves();
         let writer = Mutex::new(Engine::new(queue()?, Op::Write, write_slots));
@@ -85,12 +100,14 @@ impl Spill {
             modes,
             writer,
             reader,
+            #[cfg(target_os = "linux")]
+            cufile,
             region,
             seals: Mutex::default(),
             records: Mutex::default(),
             removed: AtomicBool::new(false),
         };
-        spill.register_files();
+        spill.register_files()?;
         Ok(spill)
     }
 
@@ -99,11 +116,17 @@ impl Spill {
     }
 
     /// Lets the kernel hold the files open for the requests of both directions.
-    fn register_files(&mut self) {
-        if self.mode.backend != Backend::Uring {
-            return;
-        }
+    fn register_files(&mut self) -> Result<(), StoreError> {
         let files: Vec<BorrowedFd<'_>> = self.files.files().map(|f| f.file.as_fd()).collect();
+        #[cfg(target_os = "linux")]
+        if let Some(cufile) = &self.cufile {
+            let refused = |reason| StoreError::BackendRefused { asked: "cuFile", reason };
+            cufile.register_files(&files).map_err(refused)?;
+            self.mode.registered_files = true;
+        }
+        if self.mode.backend != Backend::Uring {
+            return Ok(());
+        }
         let mut registered = Ok(());
         for engine in [&mut self.writer, &mut self.reader] {
             let engine = engine.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -111,6 +134,48 @@ impl Spill {
         }
         self.mode.registered_files = registered.is_ok();
         self.mode.fallbacks.extend(registered.err());
+        Ok(())
+    }
+
+    /// Lets cuFile, where it is the back end, move a device's arena where it lies. The device and its arena outlive the
+    /// spill files.
+    pub(crate) fn use_device(&mut self, device: Arc<dyn Device>, arena: Window) {
+        #[cfg(target_os = "linux")]
+        if let Some(cufile) = &self.cufile {
+            let registered = cufile.use_device(device, arena);
+            self.mode.registered_buffers = registered.is_ok();
+            self.mode.fallbacks.extend(registered.err());
+            if !self.moves_device_memory() {
+                let why = "checksums and records of boundaries are made in host memory, so HBM passes through staging";
+                self.mode.fallbacks.push(why.to_owned());
+            }
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = (device, arena);
+    }
+
+    /// Whether [`Spill::write_device`] and [`Spill::read_device`] work here, once a device is named.
+    pub(crate) fn moves_device_memory(&self) -> bool {
+        let looks = self.options.checksum != Checksum::Off || self.options.debug_boundaries;
+        matches!(self.mode.backend, Backend::CufileDirect | Backend::CufileCompat) && !looks
+    }
+
+    /// Writes a part of the device's arena from where it lies.
+    ///
+    /// # Safety
+    ///
+    /// Until this returns, nobody changes it.
+    pub(crate) unsafe fn write_device(&self, offset: u64, memory: Window) -> Result<(), StoreError> {
+        self.transfer(Op::Write, offset, memory.len as u64, Memory::Device(memory))
+    }
+
+    /// Reads into a part of the device's arena, where it lies.
+    ///
+    /// # Safety
+    ///
+    /// Until this returns, nobody else touches it.
+    pub(crate) unsafe fn read_device(&self, offset: u64, memory: Window) -> Result<(), StoreError> {
+        self.transfer(Op::Read, offset, memory.len as u64, Memory::Device(memory))
     }
 
     /// Lets the kernel hold the store's host arena and the staging memory pinned for the requests of both directions, where
@@ -241,12 +306,6 @@ impl Spill {
     /// The staging memory, to be charged to the host budget; zero where none was asked for.
     pub(crate) fn staging(&self) -> Bytes {
         if self.options.staging == Bytes::ZERO { Bytes::ZERO } else { self.region.bytes() }
-    }
-
-    /// Slots of the staging memory, both directions together.
-    #[allow(dead_code, reason = "for devices that pin it")]
-    pub(crate) fn staging_slots(&self) -> usize {
-        self.region.slots
     }
 
     /// Address and length of the staging memory, page-aligned, so that a device can pin it.
