@@ -226,12 +226,17 @@ impl Lanes {
     }
 
     /// Notes that a stream task is on its stream.
-    pub(crate) fn issue(&mut self, issued: Issued) {
+    pub(crate) fn issue(&mut self, mut issued: Issued) {
         let lane = issued.token.lane;
         self.issued.set(lane, issued.token.seq);
+        // What waits for this task may be issued next, so its failure is known from now on.
+        if let Err(error) = std::mem::replace(&mut issued.result, Ok(())) {
+            issued.skipped = true;
+            self.failure.get_or_insert(error);
+        }
         let queue = &mut self.queues[slot(lane)];
         queue.running = false;
-        if issued.skipped || issued.result.is_err() {
+        if issued.skipped {
             queue.void_from.get_or_insert(issued.token.seq);
         }
         queue.in_flight.push_back(issued);

@@ -11,6 +11,7 @@ mod mutants;
 mod program;
 mod runs;
 mod steps;
+mod streams;
 mod sweep;
 
 use std::path::Path;

@@ -1,0 +1,48 @@
+//! What is particular to a device with streams, on a simulated one.
+
+use lazy_store::fault::Faults;
+use lazy_store::{Bytes, Lane, QueueOrder, StoreError, Submission, Tier};
+
+use crate::{On, folder, store};
+
+#[test]
+fn a_task_that_cannot_be_issued_leaves_what_depends_on_it_unwritten() {
+    let dir = folder();
+    for seed in 0..50 {
+        let store = store(dir.path(), On::Streams, QueueOrder::Seeded(seed), 0, &Faults::new(0));
+        let (x, y) =
+            (store.reserve(Tier::Hbm, Bytes(64)).unwrap(), store.reserve(Tier::Host, Bytes(64)).unwrap());
+        let task = Submission { writes: &[&x], ..Submission::new(Lane::Compute, "refused") };
+        store.launch(task, |_| Err("no such kernel".into())).unwrap();
+        store.copy("out", &x, &y, &[]).unwrap();
+        let error = store.synchronize().unwrap_err();
+        assert!(matches!(&error, StoreError::Task { task, .. } if task == "refused"), "{error}");
+        assert!(!x.is_written() && !y.is_written());
+        // The store goes on.
+        let task = Submission { writes: &[&x], ..Submission::new(Lane::Compute, "fill") };
+        store
+            .compute(task, |access| {
+                access.write(0).fill(7);
+                Ok(())
+            })
+            .unwrap();
+        store.copy("out", &x, &y, &[]).unwrap();
+        let task = Submission { reads: &[&y], ..Submission::new(Lane::Optimizer, "read") };
+        store
+            .submit(task, |access| if access.read(0) == [7; 64] { Ok(()) } else { Err("wrong bytes".into()) })
+            .unwrap();
+        store.synchronize().unwrap();
+    }
+}
+
+#[test]
+fn the_cpu_is_not_given_the_memory_of_a_device_and_streams_are_not_offered_without_one() {
+    let dir = folder();
+    let beside = store(dir.path(), On::Streams, QueueOrder::Seeded(0), 0, &Faults::new(0));
+    let x = beside.reserve(Tier::Hbm, Bytes(64)).unwrap();
+    let task = Submission { writes: &[&x], ..Submission::new(Lane::Compute, "on the CPU") };
+    assert!(matches!(beside.submit(task, |_| Ok(())), Err(StoreError::NotInMemory { tier: Tier::Hbm, .. })));
+    let host = store(dir.path(), On::Host, QueueOrder::Seeded(0), 0, &Faults::new(0));
+    let error = host.launch(Submission::new(Lane::Compute, "kernel"), |_| Ok(())).unwrap_err();
+    assert!(error.to_string().contains("submit a task"), "{error}");
+}
