@@ -1,4 +1,4 @@
-//! What cargo cannot bring: a C linker, CBC's library, rustfmt and clippy.
+//! What cargo cannot bring: a C linker, CBC's library, rustfmt and clippy, programs that benchmarks compare with.
 
 use std::io::stderr;
 use std::path::PathBuf;
@@ -39,6 +39,20 @@ pub(crate) fn ensure_cbc() -> Outcome<()> {
         Ok(())
     } else {
         Err(format!("{cbc} is installed, yet `cc -lCbcSolver` does not link: check LIBRARY_PATH"))
+    }
+}
+
+/// Installs `package` where `program` does not start and that is possible (apt-get as root). Whoever asks can do without.
+pub(crate) fn offer(program: &str, argument: &str, package: &str) {
+    if starts(program, argument) || !(is_root() && starts("apt-get", "--version")) {
+        return;
+    }
+    eprintln!("xtask: installing {package} with apt-get");
+    let install = ["install", "-y", package];
+    let installed = apt_get(&install).is_ok_and(|done| done)
+        || apt_get(&["update"]).is_ok_and(|done| done) && apt_get(&install).is_ok_and(|done| done);
+    if !installed {
+        eprintln!("xtask: apt-get could not install {package}; going on without it");
     }
 }
 

@@ -33,9 +33,14 @@ pub(crate) fn start(program: Program, subcommand: Option<&str>, args: &[OsString
     become_program(command).map_err(|error| format!("cannot start {}: {error}", executable.display()))
 }
 
+/// Packages whose programs link the solver.
+const WITH_SOLVER: [&str; 2] = ["lazy-solver", "train-lm"];
+
 /// Builds binary target `binary` of `package` in release mode, after what it links is there.
 pub(crate) fn build(package: &str, binary: &str, features: &[&str]) -> Outcome<PathBuf> {
-    native::ensure_cbc()?;
+    if WITH_SOLVER.contains(&package) {
+        native::ensure_cbc()?;
+    }
     let mut command = cargo::command("build");
     command.arg("--manifest-path").arg(cargo::root().join("Cargo.toml"));
     command.args(["--release", "--package", package, "--bin", binary]);

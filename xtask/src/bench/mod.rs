@@ -7,9 +7,11 @@
 //! - `row`, `value`, `unit`: what was measured, the median, its unit;
 //! - `against`, `against_value`, `ratio`: the peer, its median in the same unit, `value / against_value`
 //!   (all three null where there is no peer);
+//! - `ratio_interval`: where ours and the peer took turns, `ratio` is the median of the pairs' ratios, and this the interval
+//!   in which that median lies, optional;
 //! - `target`, `met`: the stated goal, for the ratio where there is a peer, else for the value, and whether it is
-//!   met (both null where no goal is stated);
-//! - `spread`: smallest and largest of the runs, optional.
+//!   met (both null where no goal is stated); `at_most`: whether less is better, optional;
+//! - `spread`, `against_spread`: smallest and largest of the runs, optional.
 
 mod rows;
 
@@ -19,7 +21,7 @@ use std::process::{Command, Stdio};
 use clap::Args;
 use serde_json::Value;
 
-use crate::{Outcome, cargo, programs};
+use crate::{Outcome, cargo, native, programs};
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -35,6 +37,9 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Outcome<()> {
     let others = registered(&cargo::metadata()?);
+    if options.name.as_deref() == Some("store") {
+        native::offer("fio", "--version", "fio");
+    }
     let rows = match options.name.as_deref() {
         None => return list(&others, options.json),
         Some(name) => match others.iter().find(|bench| bench.name == name) {

@@ -33,9 +33,17 @@ fn broken_rule(row: &Value) -> Option<&'static str> {
     }
     if let (Some(value), Some(other), Some(ratio)) =
         (row["value"].as_f64(), row["against_value"].as_f64(), row["ratio"].as_f64())
-        && (value / other - ratio).abs() > 0.01 * ratio.abs()
     {
-        return Some("`ratio` is `value / against_value`");
+        let wrong = match interval(row, "ratio_interval") {
+            Some((low, high)) if !(low..=high).contains(&ratio) => Some("`ratio` lies in `ratio_interval`"),
+            None if (value / other - ratio).abs() > 0.01 * ratio.abs() => {
+                Some("`ratio` is `value / against_value`")
+            }
+            _ => None,
+        };
+        if wrong.is_some() {
+            return wrong;
+        }
     }
     if row["target"].is_null() != row["met"].is_null() || !(is_null(&"met") || row["met"].is_boolean()) {
         return Some("`met` is true or false exactly where there is a `target`");
@@ -43,12 +51,34 @@ fn broken_rule(row: &Value) -> Option<&'static str> {
     None
 }
 
-/// The rows as aligned text, one a line.
+fn interval(row: &Value, key: &str) -> Option<(f64, f64)> {
+    Some((row[key][0].as_f64()?, row[key][1].as_f64()?))
+}
+
+const HEADING: [&str; 11] = [
+    "row",
+    "value",
+    "spread",
+    "unit",
+    "against",
+    "its value",
+    "its spread",
+    "ratio",
+    "interval",
+    "target",
+    "met",
+];
+
+/// The rows as aligned text, one a line. Columns that no row fills are left out.
 pub(super) fn table(rows: &Value) -> String {
-    let heading = ["row", "value", "spread", "unit", "against", "its value", "ratio", "target", "met"];
-    let mut lines = vec![heading.map(str::to_owned)];
-    lines.extend(rows.as_array().into_iter().flatten().map(cells));
-    let mut widths = [0; 9];
+    let mut lines: Vec<Vec<String>> = vec![HEADING.map(str::to_owned).to_vec()];
+    lines.extend(rows.as_array().into_iter().flatten().map(|row| cells(row).to_vec()));
+    for column in (0..HEADING.len()).rev() {
+        if lines.iter().skip(1).all(|line| line[column] == EMPTY) {
+            lines.iter_mut().for_each(|line| drop(line.remove(column)));
+        }
+    }
+    let mut widths = vec![0; lines[0].len()];
     for line in &lines {
         for (width, cell) in widths.iter_mut().zip(line) {
             *width = (*width).max(cell.chars().count());
@@ -56,37 +86,48 @@ pub(super) fn table(rows: &Value) -> String {
     }
     let mut text = String::new();
     for line in &lines {
-        let padded: Vec<_> = line.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        let padded: Vec<_> =
+            line.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
         text += padded.join("  ").trim_end();
         text += "\n";
     }
     text
 }
 
-fn cells(row: &Value) -> [String; 9] {
-    let spread = match (row["spread"][0].as_f64(), row["spread"][1].as_f64()) {
-        (Some(low), Some(high)) => format!("{}..{}", number(low), number(high)),
-        _ => "-".to_owned(),
+/// What a cell without a figure says.
+const EMPTY: &str = "-";
+
+fn cells(row: &Value) -> [String; HEADING.len()] {
+    let range = |key: &str| {
+        let found = interval(row, key);
+        found.map_or_else(|| EMPTY.to_owned(), |(low, high)| format!("{}..{}", number(low), number(high)))
     };
     let met = match row["met"].as_bool() {
         Some(true) => "yes",
         Some(false) => "NO",
-        None => "-",
+        None => EMPTY,
     };
     let cell = |key: &str| match &row[key] {
-        Value::Null => "-".to_owned(),
+        Value::Null => EMPTY.to_owned(),
         Value::String(text) => text.clone(),
         other => other.as_f64().map_or_else(|| other.to_string(), number),
+    };
+    let target = match row["at_most"].as_bool() {
+        Some(true) => format!("<= {}", cell("target")),
+        Some(false) => format!(">= {}", cell("target")),
+        None => cell("target"),
     };
     [
         cell("row"),
         cell("value"),
-        spread,
+        range("spread"),
         cell("unit"),
         cell("against"),
         cell("against_value"),
+        range("against_spread"),
         cell("ratio"),
-        cell("target"),
+        range("ratio_interval"),
+        target,
         met.to_owned(),
     ]
 }
@@ -120,6 +161,16 @@ mod tests {
     }
 
     #[test]
+    fn a_ratio_of_pairs_lies_in_its_interval() {
+        let mut row = row();
+        row["ratio"] = json!(0.98);
+        row["ratio_interval"] = json!([0.96, 1.01]);
+        assert_eq!(validate(&json!([row])), Ok(()));
+        row["ratio_interval"] = json!([0.99, 1.01]);
+        assert!(validate(&json!([row])).unwrap_err().contains("ratio_interval"));
+    }
+
+    #[test]
     fn each_broken_rule_is_named() {
         let broken = [
             ("value", json!("fast"), "number"),
@@ -145,5 +196,16 @@ mod tests {
             "row          value  spread        unit  against  its value  ratio   target  met\n\
              write 4 MiB  1.900  1.800..1.960  GB/s  fio      2.000      0.9500  0.9500  yes\n"
         );
+    }
+
+    #[test]
+    fn the_table_shows_which_way_a_goal_goes_and_how_far_a_ratio_can_be_trusted() {
+        let mut row = row();
+        (row["at_most"], row["met"]) = (json!(false), json!(false));
+        (row["spread"], row["against_spread"]) = (json!(null), json!([1.9, 2.1]));
+        row["ratio_interval"] = json!([0.91, 0.96]);
+        let text = table(&json!([row]));
+        assert!(!text.contains("  spread"), "{text}");
+        assert!(text.contains("1.900..2.100  0.9500  0.9100..0.9600  >= 0.9500  NO"), "{text}");
     }
 }
