@@ -15,6 +15,8 @@ pub(crate) struct Setting {
     pub(crate) depth: u32,
     /// Where both directions run at once: two jobs of that depth, or one that draws the direction of each request.
     pub(crate) two_jobs: bool,
+    /// Whether files and buffers are registered with the kernel. fio does not unless told to.
+    pub(crate) registered: bool,
 }
 
 impl Setting {
@@ -25,7 +27,8 @@ impl Setting {
             format!("{} KiB", self.block >> 10)
         };
         let jobs = if transfer == Transfer::Both && self.two_jobs { "2 x " } else { "" };
-        format!("{jobs}{block} x {}", self.depth)
+        let registered = if self.registered { ", registered" } else { "" };
+        format!("{jobs}{block} x {}{registered}", self.depth)
     }
 }
 
@@ -72,6 +75,9 @@ fn arguments(file: &Path, bytes: u64, setting: Setting, transfer: Transfer) -> V
     arguments.push(format!("--filename={}", file.display()));
     arguments.push(format!("--bs={}", setting.block));
     arguments.push(format!("--iodepth={}", setting.depth));
+    if setting.registered {
+        arguments.extend(["--registerfiles=1", "--fixedbufs=1"].map(str::to_owned));
+    }
     let mut job = |name: &str, offset: u64, size: u64| {
         arguments.push(format!("--name={name}"));
         arguments.push(format!("--rw={name}"));
@@ -121,7 +127,7 @@ fn sample(report: &str, bytes: u64) -> Outcome<Sample> {
 mod tests {
     use super::*;
 
-    const SETTING: Setting = Setting { block: 1 << 20, depth: 16, two_jobs: true };
+    const SETTING: Setting = Setting { block: 1 << 20, depth: 16, two_jobs: true, registered: false };
 
     #[test]
     fn two_jobs_last_as_long_as_the_longer_one() {

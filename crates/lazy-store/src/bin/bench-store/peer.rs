@@ -85,7 +85,8 @@ impl Candidates {
         let mut settings = Vec::new();
         for &block in self.blocks {
             for &depth in self.depths {
-                settings.extend(layouts.iter().map(|&two_jobs| Setting { block, depth, two_jobs }));
+                let setting = |&two_jobs| Setting { block, depth, two_jobs, registered: false };
+                settings.extend(layouts.iter().map(setting));
             }
         }
         settings

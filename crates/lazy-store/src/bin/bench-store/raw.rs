@@ -112,7 +112,7 @@ mod tests {
         let dir = tempfile::tempdir_in(std::env::current_exe().unwrap().parent().unwrap()).unwrap();
         let file = PeerFile::create(dir.path(), 1 << 20).unwrap();
         let before = std::fs::read(&file.path).unwrap();
-        let setting = Setting { block: 64 << 10, depth: 5, two_jobs: false };
+        let setting = Setting { block: 64 << 10, depth: 5, two_jobs: false, registered: false };
         // A kernel or sandbox may refuse io_uring.
         let Ok(mut raw) = Raw::open(&file.path, 1 << 20, setting) else { return };
         raw.run(Transfer::Read).unwrap();
