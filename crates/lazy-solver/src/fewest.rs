@@ -1,6 +1,7 @@
 //! Which boundaries to put on NVMe, when as few as possible must relieve host RAM and drives are slow.
 
 use crate::place::Filler;
+use crate::search::MOST_LAYERS;
 
 /// Partial sets looked at.
 const MOST_NODES: usize = 300_000;
@@ -24,6 +25,10 @@ pub(crate) fn fewest(filler: &Filler) -> Option<Fewest> {
     let mut set = None;
     for count in first..=may.len() {
         let weight = filler.tiebreak * count as f64;
+        // One boundary follows another on the stack, and sums grow with the square.
+        if may.len() > MOST_LAYERS {
+            return Some(Fewest { at_least: best.min(weight), set });
+        }
         if weight >= best {
             break;
         }
@@ -42,9 +47,9 @@ pub(crate) fn fewest(filler: &Filler) -> Option<Fewest> {
 }
 
 /// A partial set: what of its windows' suffixes is asked beyond their room, for each pool of the drive.
-#[derive(Clone, Default)]
+#[derive(Clone, Copy, Default)]
 struct Part {
-    chosen: Vec<usize>,
+    count: usize,
     bytes: u64,
     over: [f64; 2],
 }
@@ -57,6 +62,7 @@ struct Search<'a> {
     /// `largest[i][r]`: bytes of the largest `r` of the first `i`.
     largest: Vec<Vec<u64>>,
     nodes: usize,
+    chosen: Vec<usize>,
     /// Sets that expose less are wanted (ms).
     limit: f64,
     best: Option<Vec<usize>>,
@@ -75,17 +81,17 @@ impl<'a> Search<'a> {
             }
             largest.push(sums);
         }
-        Search { filler, may, count, lacking, largest, nodes: 0, limit, best: None }
+        Search { filler, may, count, lacking, largest, nodes: 0, chosen: vec![], limit, best: None }
     }
 
-    /// Completes a set with boundaries among the first `below`, from the top down; false where there are too many ways.
+    /// Completes a set with boundaries among the first `below`, from the top down; false where there are too many ways, or too little time.
     fn extend(&mut self, below: usize, part: Part) -> bool {
         self.nodes += 1;
-        if self.nodes > MOST_NODES {
+        if self.nodes > MOST_NODES || self.nodes.is_multiple_of(4096) && self.filler.is_late() {
             return false;
         }
         let exposed: f64 = part.over.iter().sum();
-        let left = self.count - part.chosen.len();
+        let left = self.count - part.count;
         let reachable = left <= below && part.bytes + self.largest[below][left] >= self.lacking;
         // What exposes nothing is not beaten.
         if exposed >= self.limit || !reachable {
@@ -93,17 +99,22 @@ impl<'a> Search<'a> {
         }
         if left == 0 {
             self.limit = exposed;
-            self.best = Some(part.chosen);
+            self.best = Some(self.chosen.clone());
             return true;
         }
         let i = self.may[below - 1];
-        let mut with = part.clone();
-        with.chosen.push(i);
+        let mut with = Part { count: part.count + 1, ..part };
         with.bytes += self.filler.sizes[i];
         for (over, pool) in with.over.iter_mut().zip(self.filler.drive()) {
             *over = over.max(with.bytes as f64 * pool.ms_a_byte - pool.room[pool.first[i]]);
         }
         // Without the boundary first: lower ones have longer windows.
-        self.extend(below - 1, part) && (self.limit <= 0.0 || self.extend(below - 1, with))
+        if !self.extend(below - 1, part) {
+            return false;
+        }
+        self.chosen.push(i);
+        let complete = self.limit <= 0.0 || self.extend(below - 1, with);
+        self.chosen.pop();
+        complete
     }
 }

@@ -9,7 +9,7 @@ use crate::place::{Filler, Random};
 use crate::search::tolerance;
 
 /// Free boundaries whose splits are all looked at, and those of one exchange where there are more.
-const EXACT: usize = 28;
+pub(crate) const EXACT: usize = 28;
 const AT_ONCE: usize = 28;
 /// Exchanges tried.
 const ROUNDS: usize = 400;

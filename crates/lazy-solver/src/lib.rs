@@ -46,7 +46,10 @@ mod error;
 mod exchange;
 mod explain;
 mod fewest;
+#[cfg(test)]
+mod filler_tests;
 mod fit;
+mod hidden;
 mod keep;
 mod lexicographic;
 mod link;

@@ -3,12 +3,14 @@
 //! No proof is tried here. A filling that meets the relaxation's bound is an optimum; the best one found is where the program's search
 //! would have to begin otherwise.
 
+use std::cell::OnceCell;
 use std::time::Instant;
 
 use lazy_model::{Bytes, CostChain, Evaluation, Placement, Pool, evaluate};
 
-use crate::fewest::fewest;
-use crate::fit::polish;
+use crate::fewest::{Fewest, fewest};
+use crate::fit::{EXACT, polish};
+use crate::hidden::hidden;
 use crate::link::Link;
 use crate::problem::{Allowed, allowed, gcd, recompute};
 use crate::search::tolerance;
@@ -25,6 +27,8 @@ const TRIES: u64 = 1000;
 /// Sets on NVMe tried beside, and fillings looked at for each.
 const NVME_SETS: usize = 12;
 const TRIES_NVME: u64 = 64;
+/// Boundaries in all of the sets that differ from one by a boundary.
+const MOST_BESIDE: usize = 20_000_000;
 
 /// The placement of least objective found for the checkpoints (those not in `skip`), stopping early at `bound`.
 pub(crate) fn place(
@@ -33,7 +37,7 @@ pub(crate) fn place(
     bound: f64,
     deadline: Option<Instant>,
 ) -> Option<(Vec<Placement>, Evaluation)> {
-    let filler = Filler::new(chain, skip)?;
+    let filler = Filler::new(chain, skip, deadline)?;
     let bound = filler.at_least()?.max(bound);
     let enough = bound + tolerance(bound) / 2.0;
     let mut best: Option<(f64, Vec<Placement>)> = None;
@@ -45,6 +49,13 @@ pub(crate) fn place(
         }
         let tries = if number == 0 { TRIES } else { TRIES_NVME };
         fill(&filler, &nvme, tries, enough, deadline, &mut best);
+        // Few checkpoints have every placement tried.
+        let many = skip.iter().filter(|skip| !**skip).count() > EXACT;
+        if number == 0 && many && best.as_ref().is_none_or(|(cost, _)| *cost > enough) {
+            let cheaper =
+                |found: &(f64, Vec<Placement>)| best.as_ref().is_none_or(|(cost, _)| found.0 < *cost);
+            best = hidden(&filler, deadline).filter(cheaper).or(best);
+        }
     }
     let (_, placement) = polish(&filler, best?.1, bound, deadline);
     let evaluation = evaluate(chain, &placement).ok()?;
@@ -111,25 +122,34 @@ pub(crate) struct Filler {
     pub(crate) tiebreak: f64,
     /// Recompute, checkpoints' weight and mandatory overflow (ms).
     pub(crate) constant: f64,
+    pub(crate) deadline: Option<Instant>,
+    fewest: OnceCell<Option<Fewest>>,
 }
 
 impl Filler {
-    pub(crate) fn new(chain: &CostChain, skip: &[bool]) -> Option<Filler> {
+    /// `None` where locks contradict each other. Until `deadline` it may look for the cheapest set on NVMe.
+    pub(crate) fn new(chain: &CostChain, skip: &[bool], deadline: Option<Instant>) -> Option<Filler> {
         let n = chain.layers;
         let sizes: Vec<u64> = chain.boundary_bytes.iter().map(|b: &Bytes| b.get()).collect();
         let recompute: f64 =
             skip.iter().enumerate().filter(|(_, s)| **s).map(|(i, _)| recompute(chain, i)).sum();
+        // Sums of sizes are multiples of their common divisor.
+        let saved: Vec<u64> = (0..=n).filter(|&i| !skip[i]).map(|i| sizes[i]).collect();
+        let divisor = gcd(&saved).max(1);
+        let whole = |budget: Bytes| budget.get() / divisor * divisor;
         let checkpoints = skip.iter().filter(|s| !**s).count() as f64;
         let mut filler = Filler {
             allowed: allowed(chain)?,
             skip: skip.to_vec(),
             sizes,
-            hbm: chain.gpu_budget_bytes.get(),
-            host: chain.cpu_budget_bytes.get(),
-            nvme: chain.nvme_budget_bytes.get(),
+            hbm: whole(chain.gpu_budget_bytes),
+            host: whole(chain.cpu_budget_bytes),
+            nvme: whole(chain.nvme_budget_bytes),
             pools: vec![],
             tiebreak: chain.nvme_tiebreak,
             constant: recompute + chain.checkpoint_penalty * checkpoints,
+            deadline,
+            fewest: OnceCell::new(),
         };
         for pool in Pool::ALL {
             let link = Link::of(chain, pool);
@@ -194,24 +214,50 @@ impl Filler {
     pub(crate) fn at_least(&self) -> Option<f64> {
         let lacking = self.lacking();
         let drive = self.suffixes(true) + self.tiebreak * self.largest_on_nvme(lacking)?.len() as f64;
-        let drive = drive.max(fewest(self)?.at_least);
+        let drive = drive.max(self.fewest()?.at_least);
         (lacking <= self.nvme).then_some(self.constant + self.suffixes(false) + drive)
     }
 
     /// What suffixes of boundaries expose at least, however HBM (and, for the drive, host RAM) is filled.
-    fn suffixes(&self, nvme: bool) -> f64 {
-        let elsewhere = if nvme { self.hbm.saturating_add(self.host) } else { self.hbm };
-        let mut cost = 0.0;
-        for pool in self.pools.iter().filter(|pool| pool.nvme == nvme) {
-            let (mut bytes, mut worst) = (0u64, 0.0f64);
-            for i in (0..self.sizes.len()).rev().filter(|&i| !self.skip[i]) {
-                bytes += self.sizes[i];
-                let asked = bytes.saturating_sub(elsewhere) as f64 * pool.ms_a_byte;
-                worst = worst.max(asked - pool.room[pool.first[i]]);
-            }
-            cost += worst;
+    pub(crate) fn suffixes(&self, nvme: bool) -> f64 {
+        self.pools.iter().filter(|pool| pool.nvme == nvme).map(|pool| self.suffixes_of(pool)).sum()
+    }
+
+    /// What suffixes of boundaries expose at least in one pool.
+    pub(crate) fn suffixes_of(&self, pool: &PoolData) -> f64 {
+        let elsewhere = if pool.nvme { self.hbm.saturating_add(self.host) } else { self.hbm };
+        let (mut bytes, mut worst) = (0u64, 0.0f64);
+        for i in (0..self.sizes.len()).rev().filter(|&i| !self.skip[i]) {
+            bytes += self.sizes[i];
+            let asked = bytes.saturating_sub(elsewhere) as f64 * pool.ms_a_byte;
+            worst = worst.max(asked - pool.room[pool.first[i]]);
         }
-        cost
+        worst
+    }
+
+    /// See [`fewest`].
+    pub(crate) fn fewest(&self) -> Option<&Fewest> {
+        self.fewest.get_or_init(|| fewest(self)).as_ref()
+    }
+
+    /// What boundaries on NVMe expose of the drive's pools.
+    pub(crate) fn drive_exposed(&self, nvme: &[usize]) -> f64 {
+        let mut down = nvme.to_vec();
+        down.sort_unstable_by(|a, b| b.cmp(a));
+        self.drive()
+            .map(|pool| {
+                let (mut bytes, mut worst) = (0, 0.0f64);
+                for &i in &down {
+                    bytes += self.sizes[i];
+                    worst = worst.max(bytes as f64 * pool.ms_a_byte - pool.room[pool.first[i]]);
+                }
+                worst
+            })
+            .sum()
+    }
+
+    pub(crate) fn is_late(&self) -> bool {
+        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
     /// Bytes of checkpoints that neither HBM nor host RAM can hold.
@@ -241,10 +287,10 @@ impl Filler {
         let Some(largest) = self.largest_on_nvme(self.lacking()).filter(|set| !set.is_empty()) else {
             return vec![];
         };
-        let cheapest = fewest(self).and_then(|fewest| fewest.set);
+        let cheapest = self.fewest().and_then(|fewest| fewest.set.clone());
         let mut set = cheapest.filter(|set| !set.is_empty()).unwrap_or(largest);
         loop {
-            let exposed = self.exposed(true, |i| set.contains(&i));
+            let exposed = self.drive_exposed(&set);
             let mut beside = self.beside(&set);
             match beside.first() {
                 Some((less, _, better)) if *less < exposed => set = better.clone(),
@@ -263,13 +309,17 @@ impl Filler {
         let spare = bytes.saturating_sub(self.lacking());
         let may = |i: &usize| !self.skip[*i] && self.allowed[*i].nvme && !set.contains(i);
         let mut sets = vec![];
+        // Every set is a copy.
+        if self.sizes.len() * set.len() * set.len() > MOST_BESIDE {
+            return sets;
+        }
         for i in (0..self.sizes.len()).filter(may) {
             for k in 0..set.len() {
                 let lost = self.sizes[set[k]].saturating_sub(self.sizes[i]);
                 if lost <= spare {
                     let mut other = set.to_vec();
                     other[k] = i;
-                    sets.push((self.exposed(true, |i| other.contains(&i)), lost, other));
+                    sets.push((self.drive_exposed(&other), lost, other));
                 }
             }
         }

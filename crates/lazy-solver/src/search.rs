@@ -12,6 +12,9 @@ use crate::problem::{Goal, Problem};
 /// set and in practice one is enough.
 const MOST_REPAIRS: usize = 50;
 
+/// Chains of more layers have no program of their whole: CBC would spend hours where it does not look at the clock.
+pub(crate) const MOST_LAYERS: usize = 2000;
+
 /// What one search found, after the exact check.
 pub(crate) enum Found {
     Plan(Box<Plan>),
@@ -76,8 +79,9 @@ pub(crate) fn search_with(
     deadline: Option<Instant>,
     solve: impl Fn(&Mip) -> Outcome,
 ) -> Found {
-    // Large programs take their time to write down.
-    if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+    // Bytes alone make small programs.
+    let too_long = chain.layers > MOST_LAYERS && !matches!(goal, Goal::BytesIn(_));
+    if too_long || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
         return Found::OutOfTime { bound: None };
     }
     let Some(mut problem) = Problem::new(chain, goal) else { return Found::Infeasible };

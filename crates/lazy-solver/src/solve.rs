@@ -12,7 +12,7 @@ use crate::keep;
 use crate::lexicographic::lexicographic;
 use crate::problem::Goal;
 use crate::search::{Found, Plan};
-use crate::weighted::weighted;
+use crate::weighted::{Answer, weighted};
 
 /// How to solve.
 #[derive(Clone, Copy, Debug, Default)]
@@ -125,7 +125,7 @@ pub struct Solution {
     pub solve: Seconds,
     /// The algorithm that ran.
     pub method: Method,
-    /// What went wrong, when `Failed`.
+    /// What went wrong, when `Failed`; why nothing was proven, where that is not for lack of time.
     pub message: Option<String>,
 }
 
@@ -185,11 +185,14 @@ pub fn solve(chain: &CostChain, options: &SolveOptions) -> Result<Solution, Solv
         let (found, keep) = keep::search(chain, options.tie_break, deadline);
         Solution { keep, ..answer(found, Method::Mip) }
     } else {
-        let (found, method) = match options.tie_break {
+        let Answer { found, method, note } = match options.tie_break {
             TieBreak::Weighted => weighted(chain, options.method, deadline),
             TieBreak::Lexicographic => lexicographic(chain, options.method, deadline),
         };
-        answer(closer(chain, beside_by_hand(chain, found, options.tie_break)), method)
+        let solution = answer(closer(chain, beside_by_hand(chain, found, options.tie_break)), method);
+        let settled = matches!(solution.status, Status::Optimal | Status::Infeasible);
+        let message = solution.message.clone().or(note.filter(|_| !settled));
+        Solution { message, ..solution }
     };
     solution.solve = Seconds(started.elapsed().as_secs_f64());
     Ok(solution)

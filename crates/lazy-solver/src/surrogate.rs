@@ -9,8 +9,9 @@ use std::time::Instant;
 
 use lazy_model::{CostChain, Pool};
 
-use crate::link::Link;
+use crate::link::{Link, Rooms};
 use crate::problem::{Allowed, allowed, gcd, recompute};
+use crate::search::MOST_LAYERS;
 
 /// Partial sets kept in all; beyond that the relaxation gives up its proof.
 const MOST_LABELS: usize = 1_500_000;
@@ -115,7 +116,8 @@ impl Surrogate {
             PRICES.iter().map(|factor| self.completion(best_price * factor)).collect();
         let root = completions.iter().map(|c| c.charge + c.rest[0][0]).fold(f64::NEG_INFINITY, f64::max);
         let mut sets: Vec<Set> = vec![];
-        for width in [BEAM, usize::MAX] {
+        let beam = BEAM.min(MOST_LABELS / 2 / self.boundaries.len());
+        for width in [beam.max(1), usize::MAX] {
             let limit = sets.first().map_or(f64::INFINITY, |set| set.at_least);
             // Some room above the limit leaves sets to choose from.
             match self.pass(&completions, limit + SLACK * limit.abs(), width, deadline) {
@@ -127,13 +129,17 @@ impl Surrogate {
         Some(Relaxed { bound, sets })
     }
 
-    /// All sets of checkpoints that cost at least less than `limit`, best first; `None` where there are too many.
-    pub(crate) fn sets_below(&self, limit: f64) -> Option<Vec<Set>> {
+    /// All sets of checkpoints that cost at least less than `limit`, best first; `None` where there are too many, or too little time.
+    pub(crate) fn sets_below(&self, limit: f64, deadline: Option<Instant>) -> Option<Vec<Set>> {
         let best_price = self.best_price()?;
         let completions: Vec<Completion> =
             PRICES.iter().map(|factor| self.completion(best_price * factor)).collect();
+        // One boundary follows another on the stack.
+        if self.boundaries.len() > MOST_LAYERS + 1 {
+            return None;
+        }
         let mut search =
-            Listing { surrogate: self, completions: &completions, limit, nodes: 0, sets: vec![] };
+            Listing { surrogate: self, completions: &completions, limit, deadline, nodes: 0, sets: vec![] };
         let start = Label { cost: 0.0, bytes: 0, run: 0, parent: 0 };
         search.extend(start, &mut Vec::new())?;
         let mut sets = search.sets;
@@ -275,15 +281,18 @@ struct Listing<'a> {
     surrogate: &'a Surrogate,
     completions: &'a [Completion],
     limit: f64,
+    deadline: Option<Instant>,
     nodes: usize,
     sets: Vec<Set>,
 }
 
 impl Listing<'_> {
-    /// Lists the completions of a partial set; `None` where there are too many.
+    /// Lists the completions of a partial set; `None` where there are too many, or too little time.
     fn extend(&mut self, label: Label, skip: &mut Vec<bool>) -> Option<()> {
         self.nodes += 1;
-        if self.nodes > MOST_NODES {
+        let look = self.nodes.is_multiple_of(1024);
+        let late = look && self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        if self.nodes > MOST_NODES || late {
             return None;
         }
         let Some(boundary) = self.surrogate.boundaries.get(skip.len()) else {
@@ -303,6 +312,18 @@ impl Listing<'_> {
         }
         Some(())
     }
+}
+
+/// Room (ms) that any plan can use. What is offloaded at boundary `i` and above is all but what may be saved below it, and has the windows
+/// from there on alone; so the least, over `i`, of their room and the time of all that may be saved below.
+fn usable(chain: &CostChain, link: &Link, rooms: &Rooms, allowed: &[Allowed]) -> f64 {
+    let (mut below, mut least) = (0, f64::INFINITY);
+    for (i, a) in allowed.iter().enumerate() {
+        least = least.min(rooms.from[link.first(i, chain.layers)] + link.ms(below));
+        let leaves = if link.nvme { a.nvme } else { a.host || a.nvme };
+        below += if leaves { chain.boundary_bytes[i].get() } else { 0 };
+    }
+    least
 }
 
 /// What the last stage's label `at` skips.
@@ -364,7 +385,7 @@ impl Charge {
             }
             let rooms = link.rooms(chain);
             charge.overflow += rooms.overflow;
-            let entry = (1000.0 / link.rate, rooms.from[link.first(0, chain.layers)]);
+            let entry = (1000.0 / link.rate, usable(chain, &link, &rooms, allowed));
             if link.nvme { charge.drive.push(entry) } else { charge.pcie.push(entry) }
         }
         let mut descending = sizes;

@@ -8,7 +8,7 @@ use crate::count_dp::{self, Counting};
 use crate::fit::every;
 use crate::place::{Filler, place};
 use crate::problem::Goal;
-use crate::search::{Found, Plan, search, tolerance};
+use crate::search::{Found, MOST_LAYERS, Plan, search, tolerance};
 use crate::solve::{Method, TieBreak};
 use crate::surrogate::{Relaxed, Set, Surrogate};
 
@@ -17,41 +17,62 @@ const PLACED: usize = 5;
 /// Time for the program that places given checkpoints.
 const PLACING: Duration = Duration::from_secs(2);
 
-/// The plan of least objective, and the method that found it.
-pub(crate) fn weighted(chain: &CostChain, method: Method, deadline: Option<Instant>) -> (Found, Method) {
+/// What was found and how.
+pub(crate) struct Answer {
+    pub(crate) found: Found,
+    pub(crate) method: Method,
+    /// Why a plan is not proven, beyond time that ran out.
+    pub(crate) note: Option<String>,
+}
+
+impl Answer {
+    pub(crate) fn new(found: Found, method: Method) -> Answer {
+        Answer { found, method, note: None }
+    }
+}
+
+/// The plan of least objective.
+pub(crate) fn weighted(chain: &CostChain, method: Method, deadline: Option<Instant>) -> Answer {
     if matches!(method, Method::Auto | Method::CountDp) && count_dp::applies(chain) {
         let found = match count_dp::solve(chain, TieBreak::Weighted, deadline) {
             Counting::Plan(found) => found,
-            Counting::Infeasible => return (Found::Infeasible, Method::CountDp),
-            Counting::OutOfTime => return (Found::OutOfTime { bound: None }, Method::CountDp),
+            Counting::Infeasible => return Answer::new(Found::Infeasible, Method::CountDp),
+            Counting::OutOfTime => return Answer::new(Found::OutOfTime { bound: None }, Method::CountDp),
         };
         if let Ok(evaluation) = evaluate(chain, &found.placement) {
             let plan = Plan::new(found.placement, evaluation, Goal::Cost, Some(found.value));
             if plan.proven {
-                return (Found::Plan(Box::new(plan)), Method::CountDp);
+                return Answer::new(Found::Plan(Box::new(plan)), Method::CountDp);
             }
         }
     }
     if method == Method::Mip {
-        return (search(chain, Goal::Cost, deadline), Method::Mip);
+        let note = too_long(chain);
+        return Answer { note, ..Answer::new(search(chain, Goal::Cost, deadline), Method::Mip) };
     }
     by_surrogate(chain, deadline)
 }
 
 /// The relaxation's sets of checkpoints, placed as well as they can be. Where that reaches the relaxation's bound it is an optimum; where
 /// not, the whole program decides.
-fn by_surrogate(chain: &CostChain, deadline: Option<Instant>) -> (Found, Method) {
-    let Some(surrogate) = Surrogate::new(chain) else { return (Found::Infeasible, Method::Surrogate) };
-    let Some(relaxed) = surrogate.solve(deadline) else { return (Found::Infeasible, Method::Surrogate) };
+fn by_surrogate(chain: &CostChain, deadline: Option<Instant>) -> Answer {
+    let infeasible = Answer::new(Found::Infeasible, Method::Surrogate);
+    let Some(surrogate) = Surrogate::new(chain) else { return infeasible };
+    let Some(relaxed) = surrogate.solve(deadline) else { return infeasible };
     let filled = filled(chain, &relaxed, deadline);
     let (settled, bound) = match filled {
         Some(plan) if !plan.proven => settle(chain, &surrogate, plan, relaxed.bound, deadline),
         other => (other, relaxed.bound),
     };
     if let Some(plan) = settled.as_ref().filter(|plan| plan.proven) {
-        return (Found::Plan(Box::new(plan.clone())), Method::Surrogate);
+        return Answer::new(Found::Plan(Box::new(plan.clone())), Method::Surrogate);
     }
-    (better_of(search(chain, Goal::Cost, deadline), settled, bound), Method::Mip)
+    if let Some(note) = too_long(chain) {
+        let found =
+            settled.map_or(Found::OutOfTime { bound: Some(bound) }, |plan| Found::Plan(Box::new(plan)));
+        return Answer { note: Some(note), ..Answer::new(found, Method::Surrogate) };
+    }
+    better_of(search(chain, Goal::Cost, deadline), settled, bound)
 }
 
 /// Steps in which sets of checkpoints are listed, as parts of the gap.
@@ -77,7 +98,7 @@ fn settle(
         if plan.proven || limit <= lowest {
             continue;
         }
-        let Some(sets) = surrogate.sets_below(limit) else { break };
+        let Some(sets) = surrogate.sets_below(limit, deadline) else { break };
         let mut reached = limit;
         // The sets of the step before come first again.
         for set in sets.iter().skip(seen) {
@@ -113,7 +134,7 @@ fn look(chain: &CostChain, set: &Set, plan: &mut Plan, deadline: Option<Instant>
             *plan = Plan::new(placement, evaluation, Goal::Cost, plan.bound);
         }
     };
-    let filler = Filler::new(chain, &set.skip)?;
+    let filler = Filler::new(chain, &set.skip, deadline)?;
     let at_least = filler.at_least()?.max(set.at_least);
     let beaten = |plan: &Plan, value: f64| {
         let best = plan.evaluation.objective_ms;
@@ -154,8 +175,9 @@ fn cheaper(plan: &Plan, best: &Option<Plan>) -> bool {
 /// The best plan for the relaxation's sets of checkpoints, found without a program.
 fn filled(chain: &CostChain, relaxed: &Relaxed, deadline: Option<Instant>) -> Option<Plan> {
     let mut best: Option<Plan> = None;
-    let refined =
-        |set: &Set| -> Option<f64> { Some(Filler::new(chain, &set.skip)?.at_least()?.max(set.at_least)) };
+    let refined = |set: &Set| -> Option<f64> {
+        Some(Filler::new(chain, &set.skip, deadline)?.at_least()?.max(set.at_least))
+    };
     let mut sets: Vec<(f64, &Set)> =
         relaxed.sets.iter().filter_map(|set| Some((refined(set)?, set))).collect();
     sets.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -173,29 +195,50 @@ fn filled(chain: &CostChain, relaxed: &Relaxed, deadline: Option<Instant>) -> Op
     best
 }
 
+/// Why a chain's whole program is not solved.
+fn too_long(chain: &CostChain) -> Option<String> {
+    let layers = chain.layers;
+    (layers > MOST_LAYERS).then(|| {
+        format!(
+            "the chain has {layers} layers; the integer program is not solved for more than {MOST_LAYERS}, so \
+             only the special methods and plans made by hand were tried"
+        )
+    })
+}
+
 /// The whole program's answer, with the plan and the bound known before where they are better.
-fn better_of(found: Found, placed: Option<Plan>, bound: f64) -> Found {
+fn better_of(found: Found, placed: Option<Plan>, bound: f64) -> Answer {
+    let mut note = None;
     let (searched, searched_bound) = match found {
         Found::Plan(plan) => {
             let bound = plan.bound;
             (Some(*plan), bound)
         }
         Found::OutOfTime { bound } => (None, bound),
-        // A plan that passed the exact check refutes a verdict of infeasibility.
-        Found::Failed(_) | Found::Infeasible if placed.is_some() => (None, None),
-        other => return other,
+        // A plan that passed the exact check is not lost by what CBC says.
+        Found::Failed(message) if placed.is_some() => {
+            note = Some(format!("the plan is not proven: the integer program failed: {message}"));
+            (None, None)
+        }
+        Found::Infeasible if placed.is_some() => {
+            note =
+                Some("the plan is not proven: CBC calls the chain infeasible, which the plan refutes".into());
+            (None, None)
+        }
+        other => return Answer::new(other, Method::Mip),
     };
     let bound = searched_bound.map_or(bound, |searched| searched.max(bound));
     let best = [searched, placed]
         .into_iter()
         .flatten()
         .min_by(|a, b| a.evaluation.objective.cmp(&b.evaluation.objective));
-    match best {
+    let found = match best {
         Some(plan) => {
             Found::Plan(Box::new(Plan::new(plan.placement, plan.evaluation, Goal::Cost, Some(bound))))
         }
         None => Found::OutOfTime { bound: Some(bound) },
-    }
+    };
+    Answer { note, ..Answer::new(found, Method::Mip) }
 }
 
 /// A part of the time there is: the program for given checkpoints is quick or hopeless.
@@ -211,4 +254,56 @@ fn with_checkpoints(chain: &CostChain, skip: &[bool]) -> CostChain {
     let edges = stops.windows(2).map(|pair| (pair[0], pair[1])).collect();
     let locks = Locks { edges: Some(edges), ..chain.locks.clone().unwrap_or_default() };
     CostChain { locks: Some(locks), ..chain.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan() -> Plan {
+        let chain = CostChain::from_json(
+            r#"{"layers": 1, "layer_window_ms": [1], "layer_recompute_ms": [1], "boundary_bytes": [1, 1],
+                "param_h2d_bytes": [0], "grad_d2h_bytes": [0],
+                "gpu_budget_bytes": 2, "cpu_budget_bytes": 0, "nvme_budget_bytes": 0,
+                "d2h_bytes_per_s": 1, "h2d_bytes_per_s": 1, "nvme_write_bytes_per_s": 0, "nvme_read_bytes_per_s": 0,
+                "pcie_window_scale": 1, "nvme_window_scale": 1,
+                "pcie_capacity_fraction": 1, "nvme_capacity_fraction": 1,
+                "max_segment_layers": 1, "checkpoint_penalty": 0.5, "nvme_tiebreak": 0}"#,
+        )
+        .unwrap();
+        let placement = vec![Placement::Hbm; 2];
+        let evaluation = evaluate(&chain, &placement).unwrap();
+        Plan::new(placement, evaluation, Goal::Cost, Some(0.25))
+    }
+
+    /// The plan costs 1 ms by its two checkpoints; 0.25 ms is known as a bound.
+    #[test]
+    fn a_verdict_that_a_plan_outlives_is_told_beside_it() {
+        let failed = better_of(Found::Failed("out of luck".into()), Some(plan()), 0.25);
+        assert!(failed.note.is_some_and(|note| note.contains("out of luck")));
+        let Found::Plan(kept) = failed.found else { panic!() };
+        assert!(!kept.proven && kept.bound == Some(0.25) && kept.evaluation.objective_ms == 1.0);
+
+        let refuted = better_of(Found::Infeasible, Some(plan()), 0.25);
+        assert!(refuted.note.is_some_and(|note| note.contains("infeasible")));
+        assert!(matches!(refuted.found, Found::Plan(kept) if !kept.proven));
+    }
+
+    #[test]
+    fn a_verdict_stands_where_there_is_no_plan() {
+        let failed = better_of(Found::Failed("out of luck".into()), None, 0.25);
+        assert!(matches!(failed.found, Found::Failed(message) if message == "out of luck"));
+        assert!(matches!(better_of(Found::Infeasible, None, 0.25).found, Found::Infeasible));
+        let late = better_of(Found::OutOfTime { bound: Some(0.5) }, None, 0.25).found;
+        assert!(matches!(late, Found::OutOfTime { bound: Some(bound) } if bound == 0.5));
+    }
+
+    #[test]
+    fn the_better_bound_counts() {
+        let known = better_of(Found::OutOfTime { bound: Some(1.0) }, Some(plan()), 0.25);
+        assert!(matches!(known.found, Found::Plan(kept) if kept.proven));
+        let known = better_of(Found::OutOfTime { bound: None }, Some(plan()), 0.25);
+        assert!(matches!(known.found, Found::Plan(kept) if kept.bound == Some(0.25)));
+        assert!(known.note.is_none());
+    }
 }

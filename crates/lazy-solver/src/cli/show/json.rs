@@ -86,7 +86,7 @@ fn result(planned: &Planned) -> Value {
             value["message"] = json!(refusal(planned));
             value["remedies"] = planned.remedies.iter().map(remedy).collect();
         }
-        Status::Failed => value["message"] = json!(solution.message),
+        _ if solution.message.is_some() => value["message"] = json!(solution.message),
         _ => {}
     }
     if let Some(throughput) = throughput(planned) {
