@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use lazy_model::{Bytes, BytesPerSecond, Lane};
 
+use crate::batch;
 use crate::device::{Device, Mark};
 use crate::error::{BoxError, StoreError};
 use crate::lanes::{Finished, Issued, Kind, Started, Work};
@@ -42,7 +43,9 @@ fn serve(inner: &Inner, lane: Lane) {
     // A thread that cannot use the device finds that out with its first task, which reports it.
     let _ = inner.device.as_ref().map(|device| device.bind());
     while wait_for(inner, lane, |state| state.lanes.ready(lane)) {
-        start_next(inner, lane);
+        if !batch::run(inner, lane) {
+            start_next(inner, lane);
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use lazy_model::{Bytes, Lane, Seconds, Span};
 use crate::clock::{Clock, LANES, Token, slot};
 use crate::device::Mark;
 use crate::error::{BoxError, StoreError};
+use crate::spill::Transfer;
 
 /// What a task does when it runs.
 pub(crate) type Work = Box<dyn FnOnce() -> Result<(), BoxError> + Send>;
@@ -39,6 +40,9 @@ struct Queued {
     blocked_on: Option<Token>,
     record: u64,
     work: Work,
+    /// What a host task does, where it only moves bytes between host memory and the spill files: several of those of a
+    /// lane may be under way at once.
+    transfer: Option<Transfer>,
 }
 
 /// A task taken out of its queue to be run.
@@ -91,6 +95,8 @@ struct Queue {
     tasks: VecDeque<Queued>,
     submitted: u64,
     running: bool,
+    /// Transfers that were started and have not completed.
+    transfers: u64,
     /// Stream tasks that were issued and have not completed, oldest first.
     in_flight: VecDeque<Issued>,
     /// The first task of this lane that failed or was skipped since the failure was latched.
@@ -169,6 +175,7 @@ impl Lanes {
         bytes: Bytes,
         mut waits: Clock,
         work: Work,
+        transfer: Option<Transfer>,
     ) -> Token {
         let (lane, kind) = task;
         let token = self.next(lane);
@@ -183,7 +190,7 @@ impl Lanes {
         }
         let queue = &mut self.queues[slot(lane)];
         queue.submitted = token.seq;
-        queue.tasks.push_back(Queued { kind, name, bytes, waits, blocked_on: None, record, work });
+        queue.tasks.push_back(Queued { kind, name, bytes, waits, blocked_on: None, record, work, transfer });
         token
     }
 
@@ -191,6 +198,7 @@ impl Lanes {
     pub(crate) fn ready(&self, lane: Lane) -> bool {
         let queue = &self.queues[slot(lane)];
         !queue.running
+            && queue.transfers == 0
             && queue.tasks.front().is_some_and(|task| match task.kind {
                 Kind::Host => {
                     task.waits.reached_by(&self.completed)
@@ -207,7 +215,7 @@ impl Lanes {
         }
         let token = Token { lane, seq: self.issued.get(lane) + 1 };
         let queue = &mut self.queues[slot(lane)];
-        let Queued { kind, name, bytes, waits, blocked_on, record, work } = queue.tasks.pop_front()?;
+        let Queued { kind, name, bytes, waits, blocked_on, record, work, .. } = queue.tasks.pop_front()?;
         queue.running = true;
         #[cfg(any(test, feature = "test-util"))]
         let waits = if self.without_stream_waits { Clock::default() } else { waits };
@@ -217,6 +225,29 @@ impl Lanes {
         };
         let ticket = Ticket { record, blocked_on };
         Some(Started { kind, token, marks, name, bytes, work, skip: self.failure.is_some(), ticket })
+    }
+
+    /// Whether the next task of `lane` is a transfer.
+    pub(crate) fn transfer_is_next(&self, lane: Lane) -> bool {
+        self.queues[slot(lane)].tasks.front().is_some_and(|task| task.transfer.is_some())
+    }
+
+    /// Takes the next task of `lane` if it is a transfer and can be started now, also while earlier transfers are under
+    /// way. Its place is its number; transfers are to be finished in their order.
+    pub(crate) fn start_transfer(&mut self, lane: Lane) -> Option<(Started, Transfer)> {
+        let queue = &mut self.queues[slot(lane)];
+        if queue.running || !queue.in_flight.is_empty() {
+            return None;
+        }
+        let task = queue.tasks.pop_front_if(|task| {
+            task.transfer.is_some() && task.kind == Kind::Host && task.waits.reached_by(&self.completed)
+        })?;
+        let Queued { kind, name, bytes, blocked_on, record, work, transfer, .. } = task;
+        queue.transfers += 1;
+        let token = Token { lane, seq: self.completed.get(lane) + queue.transfers };
+        let ticket = Ticket { record, blocked_on };
+        let skip = self.failure.is_some();
+        Some((Started { kind, token, marks: Vec::new(), name, bytes, work, skip, ticket }, transfer?))
     }
 
     /// The end of the `seq`-th task of `lane`, or of the last one before it that has any, while it is in flight.
@@ -260,6 +291,7 @@ impl Lanes {
         }
         if token.seq > self.issued.get(token.lane) {
             queue.running = false;
+            queue.transfers = queue.transfers.saturating_sub(1);
             self.issued.set(token.lane, token.seq);
         }
         self.completed.set(token.lane, token.seq);

@@ -66,6 +66,7 @@
 //! ```
 
 mod arena;
+mod batch;
 mod buffer;
 mod clock;
 pub mod cuda;

@@ -6,6 +6,7 @@ use lazy_model::{Bytes, BytesPerSecond, Lane, Tier};
 
 use crate::device::DeviceCopy;
 use crate::error::StoreError;
+use crate::io::Op;
 use crate::lanes::Kind;
 use crate::spill::HostCopy;
 use crate::store::{Event, Extent, Store, Submission};
@@ -111,14 +112,8 @@ impl Store {
                     }),
                 }
             }
-            (Lane::NvmeWrite, Some(spill)) => {
-                let offset = dst.offset();
-                self.enqueue_access(task, move |access| Ok(spill.write(offset, access.read(0))?))
-            }
-            (Lane::NvmeRead, Some(spill)) => {
-                let offset = src.offset();
-                self.enqueue_access(task, move |access| Ok(spill.read(offset, access.write(0))?))
-            }
+            (Lane::NvmeWrite, Some(spill)) => self.enqueue_transfer(task, Op::Write, dst.offset(), spill),
+            (Lane::NvmeRead, Some(spill)) => self.enqueue_transfer(task, Op::Read, src.offset(), spill),
             _ => match self.inner().device.clone() {
                 None => self.submit(task, |access| {
                     let (reads, mut writes) = access.split();

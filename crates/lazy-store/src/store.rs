@@ -14,12 +14,13 @@ use crate::device::{Device, Pin, Stream};
 use crate::drive;
 use crate::error::{BoxError, StoreError};
 
+use crate::io::Op;
 use crate::lanes::{Kind, Lanes, Work};
 use crate::memory::{Access, Hbm, Mapping, StreamAccess, View};
 use crate::mutants::{Mutant, Source, Wait};
 use crate::options::{DeviceChoice, LinkLimits, NvmeMode, QueueOrder, StoreOptions};
 use crate::random::Random;
-use crate::spill::Spill;
+use crate::spill::{Spill, Transfer};
 
 /// Extents in memory start at multiples of this many bytes.
 pub const MEMORY_ALIGNMENT: u64 = 64;
@@ -505,6 +506,39 @@ impl Store {
         kind: Kind,
         run: impl FnOnce(Views) -> Result<(), BoxError> + Send + 'static,
     ) -> Result<Event, StoreError> {
+        self.enqueue_any(task, kind, None, run)
+    }
+
+    /// Queues a transfer between host memory and the spill files, at `offset` there.
+    pub(crate) fn enqueue_transfer(
+        &self,
+        task: Submission<'_>,
+        op: Op,
+        offset: u64,
+        spill: Arc<Spill>,
+    ) -> Result<Event, StoreError> {
+        self.enqueue_any(task, Kind::Host, Some((op, offset)), move |views| {
+            let Views { reads, writes, fresh } = views;
+            // SAFETY: as in `enqueue_access`.
+            let mut access = unsafe { Access::new(reads, writes) };
+            for i in fresh {
+                access.write(i).fill(POISON);
+            }
+            match op {
+                Op::Write => spill.write(offset, access.read(0))?,
+                Op::Read => spill.read(offset, access.write(0))?,
+            }
+            Ok(())
+        })
+    }
+
+    fn enqueue_any(
+        &self,
+        task: Submission<'_>,
+        kind: Kind,
+        transfer: Option<(Op, u64)>,
+        run: impl FnOnce(Views) -> Result<(), BoxError> + Send + 'static,
+    ) -> Result<Event, StoreError> {
         let inner = self.inner();
         self.check(&task)?;
         let reads = task.reads.iter().filter_map(|extent| {
@@ -514,6 +548,14 @@ impl Store {
         });
         let reads: Vec<View> = reads.collect();
         let writes: Vec<View> = task.writes.iter().filter_map(|e| inner.view(e)).collect();
+
+        let transfer = transfer.and_then(|(op, offset)| {
+            let view = match op {
+                Op::Write => reads.first()?,
+                Op::Read => writes.first()?,
+            };
+            Some(Transfer { op, offset, memory: view.window() })
+        });
 
         let mut state = inner.lock();
         let waits = state.waits(&task)?;
@@ -526,7 +568,7 @@ impl Store {
             .collect();
         let work: Work = Box::new(move || run(Views { reads, writes, fresh }));
         let work = state.mutant.delayed(task.lane, work);
-        let token = state.lanes.push((task.lane, kind), task.name.clone(), task.bytes, waits, work);
+        let token = state.lanes.push((task.lane, kind), task.name.clone(), task.bytes, waits, work, transfer);
         state.note(&task, token);
         drop(state);
         inner.changed.notify_all();

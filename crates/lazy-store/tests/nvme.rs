@@ -244,3 +244,35 @@ fn t4_cufile_is_used_and_reported_or_refused_with_the_reason() {
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
+
+#[test]
+fn many_small_extents_travel_together_and_complete_in_order() {
+    for checksum in [Checksum::Off, Checksum::Crc32c] {
+        let dir = folder();
+        let store = open(NvmeOptions { checksum, ..NvmeOptions::new(dir.path(), Bytes::from_mib(24)) });
+        store.start_step();
+        let bytes = 64 << 10;
+        let mut back = Vec::new();
+        let mut events = Vec::new();
+        for i in 0..48 {
+            let out = filled(&store, Tier::Host, bytes);
+            let spilled = store.reserve(Tier::Nvme, Bytes(bytes)).unwrap();
+            let extent = store.reserve(Tier::Host, Bytes(bytes)).unwrap();
+            store.copy(format!("out {i}"), &out, &spilled, &[]).unwrap();
+            events.push(store.copy(format!("in {i}"), &spilled, &extent, &[]).unwrap());
+            back.push(extent);
+        }
+        for (i, event) in events.iter().enumerate() {
+            event.wait();
+            assert!(events[..i].iter().all(|earlier| earlier.is_done()));
+        }
+        assert!(back.iter().all(|extent| holds_the_pattern(&store, extent)));
+        store.synchronize().unwrap();
+        let spans = store.take_spans();
+        for lane in [Lane::NvmeWrite, Lane::NvmeRead] {
+            let of_lane = spans.iter().filter(|span| span.lane == lane);
+            let times: Vec<(f64, f64)> = of_lane.map(|span| (span.start.get(), span.end.get())).collect();
+            assert!(times.len() == 48 && times.is_sorted_by(|a, b| a.1 <= b.0), "{lane}: {times:?}");
+        }
+    }
+}

@@ -44,6 +44,8 @@ pub(crate) enum Memory<'a> {
     Read(&'a mut [u8]),
     /// Bytes to write to the file.
     Write(&'a [u8]),
+    /// Host memory by its address, for a job that outlives no call. Nobody else uses it before the job has ended.
+    Place(Window),
     /// So many bytes of a device, which it copies.
     Staged(u64, &'a mut dyn StagedCopy),
     /// Memory of a device that the queue can move where it lies. Nobody else uses it before the job has ended, and it is
@@ -500,7 +502,7 @@ impl<'a> Running<'a> {
             Memory::Read(bytes) => (Window::of_mut(bytes), false),
             Memory::Write(bytes) => (Window::of(bytes), false),
             Memory::Staged(len, _) => (Window { start: std::ptr::null_mut(), len: *len as usize }, true),
-            Memory::Device(window) => (*window, false),
+            Memory::Place(window) | Memory::Device(window) => (*window, false),
         };
         let device = matches!(job.memory, Memory::Device(_));
         // A device's memory cannot be padded here; whoever moves it copes with any length.

@@ -3,6 +3,7 @@
 mod host;
 mod seals;
 
+use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,7 +24,7 @@ use crate::io::note::{Note, Watch};
 use crate::io::pool::Pool;
 use crate::io::slots::Region;
 use crate::io::stripes::{OpenFile, Stripes, lengths};
-use crate::io::transfer::{Engine, Job, Memory};
+use crate::io::transfer::{Engine, Feed, Job, Memory};
 use crate::io::{Op, Queue, Window, available, probe};
 use crate::options::{
     Backend, BoundaryRecord, BoundarySide, Checksum, DriveReport, NvmeMode, NvmeOptions, Traffic,
@@ -57,6 +58,48 @@ pub(crate) struct Spill {
     seals: Mutex<Seals>,
     records: Mutex<Vec<BoundaryRecord>>,
     removed: AtomicBool,
+}
+
+/// A transfer of all of some host memory, by its address: nobody else uses it before the transfer has ended.
+#[derive(Clone, Copy)]
+pub(crate) struct Transfer {
+    pub(crate) op: Op,
+    pub(crate) offset: u64,
+    pub(crate) memory: Window,
+}
+
+/// Where the transfers of one direction come from, and where their results go.
+pub(crate) trait Transfers {
+    /// The next transfer, if there is one now.
+    fn next(&mut self) -> Option<(u64, Transfer)>;
+
+    /// A transfer ended. Not always in the order in which they came.
+    fn ended(&mut self, key: u64, result: Result<(), StoreError>);
+}
+
+/// Transfers as jobs.
+struct Jobs<'s> {
+    spill: &'s Spill,
+    transfers: &'s mut dyn Transfers,
+    under_way: HashMap<u64, Transfer>,
+}
+
+impl<'a> Feed<'a> for Jobs<'_> {
+    fn next(&mut self) -> Option<(u64, Job<'a>)> {
+        let (key, transfer) = self.transfers.next()?;
+        let Transfer { op, offset, memory } = transfer;
+        self.under_way.insert(key, transfer);
+        Some((key, self.spill.job(op, offset, memory.len as u64, Memory::Place(memory))))
+    }
+
+    fn ended(&mut self, key: u64, result: Result<Vec<Note>, StoreError>) {
+        let result = result.map(|notes| {
+            if let Some(Transfer { op, offset, memory }) = self.under_way.remove(&key) {
+                self.spill.noted(op, offset, memory.len as u64, &notes);
+            }
+        });
+        self.transfers.ended(key, result);
+    }
 }
 
 impl Spill {
@@ -254,6 +297,12 @@ impl Spill {
         copy: &mut dyn StagedCopy,
     ) -> Result<(), StoreError> {
         self.transfer(Op::Read, offset, len, Memory::Staged(len, copy))
+    }
+
+    /// Carries out transfers of one direction, several at once, until there are none.
+    pub(crate) fn carry_out(&self, op: Op, transfers: &mut dyn Transfers) {
+        let mut jobs = Jobs { spill: self, transfers, under_way: HashMap::new() };
+        self.engine(op).run(&mut jobs);
     }
 
     fn transfer(&self, op: Op, offset: u64, len: u64, memory: Memory<'_>) -> Result<(), StoreError> {

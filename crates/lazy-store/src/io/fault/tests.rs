@@ -362,3 +362,34 @@ fn t12_several_drives_and_staging_survive_short_late_and_interrupted_requests() 
         }
     }
 }
+
+#[test]
+fn t3_a_failure_among_transfers_under_way_at_once_voids_it_and_what_follows() {
+    let (folder, faults) = (folder(), Faults::new(0));
+    let store = spilling(folder.path(), &faults);
+    let reserve = |tier| store.reserve(tier, Bytes(1 << 16)).unwrap();
+    for nth in [0, 3, 7] {
+        let host: Vec<_> = (0..8).map(|_| reserve(Tier::Host)).collect();
+        let nvme: Vec<_> = (0..8).map(|_| reserve(Tier::Nvme)).collect();
+        for extent in &host {
+            let fill = Submission { writes: &[extent], ..Submission::new(Lane::Compute, "fill") };
+            store
+                .submit(fill, |access| {
+                    access.write(0).fill(7);
+                    Ok(())
+                })
+                .unwrap();
+        }
+        store.synchronize().unwrap();
+        faults.on_write(nth, Fault::Io);
+        for (i, (from, to)) in host.iter().zip(&nvme).enumerate() {
+            store.copy(format!("boundary {i} out"), from, to, &[]).unwrap();
+        }
+        let error = store.synchronize().unwrap_err();
+        assert!(error.to_string().starts_with(&format!("task `boundary {nth} out`")), "{error}");
+        // What came before is there; what came after counts as never written, whether it was under way or not.
+        let written: Vec<bool> = nvme.iter().map(|extent| extent.is_written()).collect();
+        assert_eq!(written, (0..8).map(|i| i < nth).collect::<Vec<_>>());
+    }
+    there_and_back(&store, LEN).unwrap();
+}

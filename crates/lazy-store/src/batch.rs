@@ -1,0 +1,91 @@
+//! Several transfers of one NVMe lane at once: a drive is kept busy across extents, and small ones travel together.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
+
+use lazy_model::Lane;
+
+use crate::error::StoreError;
+use crate::io::Op;
+use crate::lanes::{Finished, Started};
+use crate::spill::{Transfer, Transfers};
+use crate::store::Inner;
+
+/// Carries out the transfers at the head of a lane; `false` where there are none, or where they have to go one by one.
+pub(crate) fn run(inner: &Inner, lane: Lane) -> bool {
+    let op = match lane {
+        Lane::NvmeRead => Op::Read,
+        Lane::NvmeWrite => Op::Write,
+        _ => return false,
+    };
+    let Some(spill) = &inner.spill else { return false };
+    // A limited link is slowed down task by task, and a seed picks single tasks.
+    if inner.limit(lane).is_some() || inner.seeded.is_some() || !inner.lock().lanes.transfer_is_next(lane) {
+        return false;
+    }
+    let mut batch = Batch { inner, lane, started: BTreeMap::new(), last_end: None };
+    spill.carry_out(op, &mut batch);
+    true
+}
+
+/// The transfers of a lane that were started, oldest first.
+struct Batch<'a> {
+    inner: &'a Inner,
+    lane: Lane,
+    started: BTreeMap<u64, UnderWay>,
+    last_end: Option<Instant>,
+}
+
+struct UnderWay {
+    task: Started,
+    at: Instant,
+    result: Option<Result<(), StoreError>>,
+}
+
+impl Batch<'_> {
+    /// Finishes what has ended, up to the first that has not: a lane completes in order.
+    fn finish(&mut self) {
+        while let Some(first) = self.started.first_entry()
+            && first.get().result.is_some()
+        {
+            let UnderWay { task, at, result } = first.remove();
+            let Started { token, name, work, skip, ticket, .. } = task;
+            // What the task's closure owns may panic as it goes; the lane has to outlive that.
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
+            let result = result.unwrap_or(Ok(())).map_err(|error| StoreError::Task {
+                task: name,
+                lane: self.lane,
+                source: error.into(),
+            });
+            // Spans of one lane do not overlap: the lane is a task's from when the one before it was done.
+            let end = Instant::now();
+            let start = self.last_end.map_or(at, |last| last.max(at));
+            self.last_end = Some(end);
+            self.inner.lock().lanes.finish(Finished { token, start, end, result, skipped: skip, ticket });
+            self.inner.changed.notify_all();
+        }
+    }
+}
+
+impl Transfers for Batch<'_> {
+    fn next(&mut self) -> Option<(u64, Transfer)> {
+        loop {
+            let (task, transfer) = self.inner.lock().lanes.start_transfer(self.lane)?;
+            let (key, skip) = (task.token.seq, task.skip);
+            let result = skip.then_some(Ok(()));
+            self.started.insert(key, UnderWay { task, at: Instant::now(), result });
+            if !skip {
+                return Some((key, transfer));
+            }
+            self.finish();
+        }
+    }
+
+    fn ended(&mut self, key: u64, result: Result<(), StoreError>) {
+        if let Some(transfer) = self.started.get_mut(&key) {
+            transfer.result = Some(result);
+        }
+        self.finish();
+    }
+}
