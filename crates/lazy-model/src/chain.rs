@@ -162,6 +162,10 @@ pub struct CostChain {
     /// in that run instead of running a third time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retain_internals: Option<bool>,
+    /// Keep extension: bytes of boundaries on their way to or from NVMe that wait in host RAM, outside its budget, and not in HBM. Absent:
+    /// 0, all of them are counted in HBM, beside what the PCIe pools count.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvme_staging_bytes: Option<Bytes>,
 }
 
 impl CostChain {
@@ -278,6 +282,7 @@ impl CostChain {
             ("hbm_cap_bytes", self.hbm_cap_bytes),
             ("hbm_fixed_bytes", self.hbm_fixed_bytes),
             ("transfer_slack_bytes", self.transfer_slack_bytes),
+            ("nvme_staging_bytes", self.nvme_staging_bytes),
         ] {
             check_bytes(key, &value.into_iter().collect::<Vec<_>>())?;
         }
@@ -564,6 +569,7 @@ impl TryFrom<Map<String, Value>> for CostChain {
             layer_backward_window_ms: r.optional("layer_backward_window_ms", numbers)?,
             internals_offload: r.optional("internals_offload", flag)?,
             retain_internals: r.optional("retain_internals", flag)?,
+            nvme_staging_bytes: r.optional("nvme_staging_bytes", bytes)?,
         };
         if let Some((key, _)) = r.0.into_iter().next() {
             return Err(ChainError::Unknown(key));

@@ -205,6 +205,7 @@ struct Sizes<'a> {
     cap: Bytes,
     fixed: Bytes,
     slack: Bytes,
+    staging: Bytes,
 }
 
 impl Sizes<'_> {
@@ -217,6 +218,7 @@ impl Sizes<'_> {
             cap: chain.hbm_cap_bytes?,
             fixed: chain.hbm_fixed_bytes?,
             slack: chain.transfer_slack_bytes?,
+            staging: chain.nvme_staging_bytes.unwrap_or_default(),
         })
     }
 }
@@ -275,18 +277,22 @@ impl<'a> Plan<'a> {
     fn hbm_peak(&self, queues: &[Queue]) -> HbmPeak {
         let unit = queues.iter().map(|q| &q.unit).max().cloned().unwrap_or_else(|| BigInt::from(1));
         // All units are powers of ten, so the largest is a multiple of each.
-        let in_flight = |position: usize, pools: [usize; 2]| -> BigInt {
-            pools.map(|p| &queues[p].held[position] * (&unit / &queues[p].unit)).into_iter().sum()
+        // What has room in staging waits there and not in HBM; `in_use` came through NVMe's pool too.
+        let in_flight = |position: usize, [pcie, nvme]: [usize; 2], in_use: u128| -> BigInt {
+            let [pcie, nvme] = [pcie, nvme].map(|p| &queues[p].held[position] * (&unit / &queues[p].unit));
+            let beyond = nvme + (BigInt::from(in_use) - BigInt::from(self.sizes.staging.get())) * &unit;
+            pcie + beyond.max(BigInt::zero())
         };
         let n = self.chain.layers;
         let mut moments = Vec::with_capacity(2 * n + 1);
         for f in 0..n {
-            let held = BigInt::from(self.forward_bytes(f)) * &unit + in_flight(f, [0, 2]);
+            let held = BigInt::from(self.forward_bytes(f)) * &unit + in_flight(f, [0, 2], 0);
             moments.push((Position::Forward(LayerIndex(f)), held));
         }
         moments.push((Position::Turn, BigInt::from(self.turn_bytes()) * &unit));
         for p in (0..n).rev() {
-            let held = BigInt::from(self.backward_bytes(p)) * &unit + in_flight(p, [1, 3]);
+            let held =
+                BigInt::from(self.backward_bytes(p)) * &unit + in_flight(p, [1, 3], self.in_use_from_nvme(p));
             moments.push((Position::Backward(LayerIndex(p)), held));
         }
         // The first of equals, as `max_by` would not.
@@ -332,17 +338,27 @@ impl<'a> Plan<'a> {
     /// Without transfers in flight that are for blocks below.
     fn backward_bytes(&self, p: usize) -> u128 {
         let mut held = self.resident[p + 1] + self.kept[p] + u128::from(self.sizes.slack.get());
-        let source = (0..=p).rev().find(|&i| self.placement[i] != Placement::Recompute).unwrap_or(0);
+        let source = self.source(p);
         held += (source + 1..=p).map(|i| self.boundary(i)).sum::<u128>();
-        // The copy in use; one that came from NVMe is counted in both pools.
+        // The copy in use.
         held += match self.placement[source] {
-            Placement::Host => self.boundary(source),
-            Placement::Nvme => 2 * self.boundary(source),
+            Placement::Host | Placement::Nvme => self.boundary(source),
             Placement::Hbm | Placement::Recompute => 0,
         };
         held +=
             (source..p).filter(|&l| self.keep[l] == Keep::Retained).map(|l| self.internals(l)).sum::<u128>();
         held + self.running_bytes(p)
+    }
+
+    /// The boundary from which the block of layer `p` starts.
+    fn source(&self, p: usize) -> usize {
+        (0..=p).rev().find(|&i| self.placement[i] != Placement::Recompute).unwrap_or(0)
+    }
+
+    /// Bytes of the copy in use at backward position `p`, if it came from NVMe.
+    fn in_use_from_nvme(&self, p: usize) -> u128 {
+        let source = self.source(p);
+        if self.placement[source] == Placement::Nvme { self.boundary(source) } else { 0 }
     }
 
     /// What the layer at backward position `p` needs for itself, or a layer that is re-run in its block, whatever the plan.

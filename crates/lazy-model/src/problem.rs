@@ -51,6 +51,8 @@ pub struct Windows {
     pub rates: LinkRates,
     /// HBM besides what the windows say is in flight, at every position but the turn.
     pub slack: Bytes,
+    /// Host RAM set aside for boundaries on their way to and from NVMe: what waits there does not wait in HBM.
+    pub staging: Bytes,
 }
 
 /// A schedule that keeps the budgets, with what follows from it.
@@ -138,6 +140,7 @@ impl StepProblem {
             layer_backward_window_ms: None,
             internals_offload: None,
             retain_internals: None,
+            nvme_staging_bytes: None,
         }
     }
 
@@ -173,6 +176,7 @@ impl StepProblem {
             hbm_cap_bytes: Some(room.hbm),
             hbm_fixed_bytes: Some(self.fixed.hbm + streamed),
             transfer_slack_bytes: Some(windows.slack),
+            nvme_staging_bytes: (windows.staging > Bytes::ZERO).then_some(windows.staging),
             ..self.chain(*room)
         }
     }
@@ -198,6 +202,7 @@ impl StepProblem {
             backward_ms: backward.map(|(b, f)| (*b + *f).as_ms()).collect(),
             rates,
             slack: Bytes::ZERO,
+            staging: Bytes::ZERO,
         }
     }
 

@@ -180,6 +180,7 @@ impl ReferenceSettings {
             layer_backward_window_ms: None,
             internals_offload: None,
             retain_internals: None,
+            nvme_staging_bytes: None,
         })
     }
 

@@ -24,7 +24,7 @@ pub(crate) const NEAR: f64 = 0.03;
 /// Times the problem is corrected and solved again.
 pub(crate) const MOST_REFINEMENTS: usize = 5;
 /// A link that is no limit.
-const AT_ONCE: BytesPerSecond = BytesPerSecond(1e18);
+pub(crate) const AT_ONCE: BytesPerSecond = BytesPerSecond(1e18);
 /// Times HBM is taken for larger by a boundary where the chain finds no plan.
 const MOST_RAISES: usize = 2;
 /// Staging buffers towards and from NVMe, where host RAM allows.
@@ -49,9 +49,11 @@ pub(crate) fn solve_physical(
 ) -> Result<Option<StepSolution>, StepFailure> {
     let mut best: Option<Round> = None;
     for nvme in nvme_rooms(problem) {
-        // What is set aside for staging is of use to boundaries where host RAM is full: a buffer of it where NVMe is used, all where not.
+        // What is set aside for staging is of use to boundaries where host RAM is full: a buffer of it where NVMe is used, all where not. Where
+        // solving is quick, either.
         let used = |b: &Round| b.solution.schedule.counts().nvme > 0;
-        if best.as_ref().is_some_and(|b| !host_is_full(b) || used(b) != nvme.is_some()) {
+        let unlikely = |b: &Round| used(b) != nvme.is_some() && !clock.has_hardly_begun();
+        if best.as_ref().is_some_and(|b| !host_is_full(b) || unlikely(b)) {
             continue;
         }
         if let Some(found) = refine(problem, options, nvme, clock)?
@@ -80,6 +82,11 @@ impl Clock {
         SolveOptions { time_limit: self.limit.map(share), ..*options }
     }
 
+    /// Whether so little of the time is gone that there is some for what may well be of no use.
+    fn has_hardly_begun(&self) -> bool {
+        self.limit.is_none_or(|limit| self.started.elapsed().as_secs_f64() < limit.get() / 4.0)
+    }
+
     /// Whether another solve would get next to nothing.
     pub(crate) fn is_over(&self) -> bool {
         self.limit.is_some_and(|limit| self.started.elapsed().as_secs_f64() > 0.9 * limit.get())
@@ -94,11 +101,11 @@ fn host_is_full(round: &Round) -> bool {
     used + smallest > chain.cpu_budget_bytes
 }
 
-/// NVMe with the staging it needs in host RAM, and none of either.
+/// NVMe with host RAM set aside for staging (none: boundaries that are there at other times leave room for it), and none of either.
 fn nvme_rooms(problem: &StepProblem) -> Vec<Option<Bytes>> {
     let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default().align_up(4096);
     let host = problem.budgets.host.saturating_sub(problem.fixed.host);
-    let staged = (1..=STAGING).rev().map(|n| largest * n).filter(|&bytes| bytes <= host).map(Some);
+    let staged = (0..=STAGING).rev().map(|n| largest * n).filter(|&bytes| bytes <= host).map(Some);
     let staged = staged.filter(|_| problem.budgets.nvme > Bytes::ZERO);
     staged.chain([None]).collect()
 }
@@ -129,7 +136,9 @@ fn refine(
         nvme: if staging.is_some() { problem.budgets.nvme } else { Bytes::ZERO },
     };
     let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
-    let mut windows = problem.windows();
+    // Boundaries pass through a buffer at least, set aside or not.
+    let buffers = staging.map_or(Bytes::ZERO, |bytes| bytes.max(largest));
+    let mut windows = Windows { staging: buffers, ..problem.windows() };
     let mut best: Option<Round> = None;
     let mut raised = 0;
     for refinements in 0..=MOST_REFINEMENTS {
@@ -207,8 +216,8 @@ pub(crate) fn correct(
     let Some(evaluation) = &solution.evaluation else { return };
     if gap <= 0.0 {
         // Time to spare: the loss is a window too where writes may run on, and each layer's backward has its measured length.
-        *windows =
-            Windows { rates: windows.rates, slack: windows.slack, ..actual_windows(problem, schedule) };
+        let Windows { rates, slack, staging, .. } = *windows;
+        *windows = Windows { rates, slack, staging, ..actual_windows(problem, schedule) };
         return;
     }
     let exposed = verified.timeline.exposed();

@@ -50,7 +50,8 @@ pub(crate) fn polish(
     }
     for (_, schedule) in step_candidates(problem, &found.chain) {
         let so_far = best.as_ref().map_or(&found.verified, |b| &b.1).promise.step_s;
-        if !clock.is_over() && is_worth(problem, &schedule, so_far, 0.0) {
+        // Even when time is up: that no plan made by hand is faster is a promise, and they are few.
+        if is_worth(problem, &schedule, so_far, 0.0) {
             consider(best_execution(problem, &schedule, options.prefetch).ok(), &mut best);
         }
     }
@@ -62,16 +63,15 @@ pub(crate) fn polish(
     }
 }
 
-/// A plan made by hand that fits, where the search found none.
+/// The fastest plan made by hand that fits, where the search found none.
 pub(crate) fn by_hand(problem: &StepProblem, options: &StepOptions) -> Option<StepSolution> {
     let started = Instant::now();
     let chain = problem.keep_chain(&problem.budgets, &problem.windows());
-    // The greedy one is last and the best, as a rule.
-    let found = step_candidates(problem, &chain)
+    let carried = step_candidates(problem, &chain)
         .into_iter()
-        .rev()
-        .find_map(|(_, schedule)| best_execution(problem, &schedule, options.prefetch).ok());
-    let (schedule, verified) = found?;
+        .filter_map(|(_, schedule)| best_execution(problem, &schedule, options.prefetch).ok());
+    let step = |carried: &Carried| carried.1.promise.step_s.get();
+    let (schedule, verified) = carried.min_by(|a, b| step(a).total_cmp(&step(b)))?;
     let solution = Solution {
         status: Status::Feasible,
         placement: None,

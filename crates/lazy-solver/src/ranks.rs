@@ -9,14 +9,17 @@
 
 use std::time::Instant;
 
-use lazy_model::{Bytes, BytesPerSecond, Seconds, StepProblem};
+use lazy_model::timeline::LinkRates;
+use lazy_model::{Bytes, BytesPerSecond, CostChain, Seconds, StepProblem, Windows};
 
-use crate::physical::{Clock, least_step};
-use crate::solve::solve;
+use crate::physical::{AT_ONCE, Clock, least_step};
+use crate::solve::{SolveOptions, solve};
 use crate::step::{Objective, StepFailure, StepOptions, StepSolution, solve_step};
 
 /// A bound this near to the plan, relative to it, is not worth another solve.
 const CLOSE: f64 = 1e-6;
+/// More bytes than any machine has.
+const ANY: Bytes = Bytes(1 << 60);
 
 /// The plan that every rank follows, and how good it is.
 #[derive(Clone, Debug)]
@@ -73,27 +76,7 @@ pub fn solve_ranks(
     let peer_exposed = peer.map_or(Seconds::ZERO, |rate| exchange(&share, ranks, rate));
     let prediction = each.schedule.solve.prediction;
     let step = prediction.map_or(each.verified.promise.step_s, |p| p.step_s);
-    let mut bound = Seconds::ZERO;
-    for relaxed in relaxations(host, ranks, step) {
-        if bound.get() >= step.get() * (1.0 - CLOSE) {
-            break;
-        }
-        let mut room = relaxed.budgets;
-        room.host = room.host.saturating_sub(relaxed.fixed.host);
-        let chain = relaxed.keep_chain(&room, &relaxed.windows());
-        let solved;
-        let solution = if chain == each.chain {
-            &each.solution
-        } else {
-            solved = solve(&chain, &clock.share(&options.solve))?;
-            &solved
-        };
-        if let Some(least) = least_step(&relaxed, &chain, solution)
-            && least.get() > bound.get()
-        {
-            bound = least;
-        }
-    }
+    let bound = least(host, ranks, step, &each, &Limits { clock: &clock, solve: &options.solve })?;
     let (step, bound) = (step + peer_exposed, bound + peer_exposed);
     // The prediction of the plan is one of those the bound speaks of, but for rounding.
     let bound = if bound.get() < step.get() { bound } else { step };
@@ -101,18 +84,96 @@ pub fn solve_ranks(
     Ok(RanksSolution { ranks, share, each, peer_exposed, step, bound, gap })
 }
 
-/// Problems of one rank that some rank of every joint plan faster than `step` meets: all that it may have off HBM taken for host RAM; and,
-/// where there is NVMe, the least host RAM, with all drives to itself. No other rank is on the root complex.
-fn relaxations(host: &StepProblem, ranks: usize, step: Seconds) -> Vec<StepProblem> {
-    let shared = Shared::of(host, ranks, step);
-    let mut free = host.clone();
-    free.costs.links.contention.shared = None;
-    let mut together = free.clone();
+/// How long to look for a bound.
+struct Limits<'a> {
+    clock: &'a Clock,
+    solve: &'a SolveOptions,
+}
+
+impl Limits<'_> {
+    /// The least predicted step of one rank with this problem, where a bound is proven in time.
+    fn least(&self, one: &StepProblem, known: Option<&StepSolution>) -> Result<Option<Seconds>, StepFailure> {
+        let mut room = one.budgets;
+        room.host = room.host.saturating_sub(one.fixed.host);
+        // Whatever is on its way to a drive may wait in host RAM.
+        let chain = one.keep_chain(&room, &Windows { staging: ANY, ..one.windows() });
+        let bare = CostChain { nvme_staging_bytes: None, ..chain.clone() };
+        let is_known = |known: &&StepSolution| room.nvme == Bytes::ZERO && known.chain == bare;
+        match known.filter(is_known) {
+            Some(known) => Ok(least_step(one, &known.chain, &known.solution)),
+            None => Ok(least_step(one, &chain, &solve(&chain, &self.clock.share(self.solve))?)),
+        }
+    }
+}
+
+/// A bound on the slowest rank of every joint plan: the largest that the relaxations give.
+fn least(
+    host: &StepProblem,
+    ranks: usize,
+    step: Seconds,
+    each: &StepSolution,
+    limits: &Limits<'_>,
+) -> Result<Seconds, StepFailure> {
+    let mut shared = Shared::of(host, ranks, step, arithmetic(host));
+    if shared.depends_on_time(host)
+        && let Some(least) = limits.least(&unhindered(host, &shared), None)?
+    {
+        shared = Shared::of(host, ranks, step, least);
+    }
+    let mut bound = Seconds::ZERO;
+    for relaxed in relaxations(host, &shared) {
+        if bound.get() >= step.get() * (1.0 - CLOSE) {
+            break;
+        }
+        if let Some(least) = limits.least(&relaxed, Some(each))?
+            && least.get() > bound.get()
+        {
+            bound = least;
+        }
+    }
+    Ok(bound)
+}
+
+/// A step without recomputation or waits.
+fn arithmetic(host: &StepProblem) -> Seconds {
+    let costs = &host.costs;
+    let layers: Seconds = costs.saving_forward.iter().chain(&costs.backward).copied().sum();
+    let pass = costs.prologue + layers + costs.epilogue + costs.prologue_backward;
+    Seconds(host.micro_batches as f64 * pass.get()) + host.optimizer
+}
+
+/// One rank that has the host to itself, all of it as host RAM, and links that take no time: what even it recomputes, every rank does.
+fn unhindered(host: &StepProblem, shared: &Shared) -> StepProblem {
+    let mut one = host.clone();
+    let rates = &mut one.costs.links;
+    *rates = LinkRates {
+        d2h: AT_ONCE,
+        h2d: AT_ONCE,
+        nvme_write: AT_ONCE,
+        nvme_read: AT_ONCE,
+        ..LinkRates::default()
+    };
+    one.budgets.host = host.fixed.host + shared.host + shared.nvme;
+    one.budgets.nvme = Bytes::ZERO;
+    one
+}
+
+/// One rank with all that it may have off HBM taken for host RAM, alone on the root complex.
+fn together(host: &StepProblem, shared: &Shared) -> StepProblem {
+    let mut together = host.clone();
+    together.costs.links.contention.shared = None;
     together.budgets.host = host.fixed.host + shared.most_off_hbm();
     together.budgets.nvme = Bytes::ZERO;
-    let mut relaxed = vec![together];
+    together
+}
+
+/// Problems of one rank that some rank of every joint plan that is no slower meets: all off HBM together; and, where there is NVMe, the
+/// least host RAM, with all drives to itself.
+fn relaxations(host: &StepProblem, shared: &Shared) -> Vec<StepProblem> {
+    let mut relaxed = vec![together(host, shared)];
     if shared.nvme > Bytes::ZERO {
-        let mut alone = free;
+        let mut alone = host.clone();
+        alone.costs.links.contention.shared = None;
         alone.budgets.host = host.fixed.host + Bytes(shared.host.get() / shared.ranks);
         alone.budgets.nvme = shared.nvme;
         relaxed.push(alone);
@@ -134,16 +195,15 @@ struct Shared {
 }
 
 impl Shared {
-    fn of(host: &StepProblem, ranks: usize, step: Seconds) -> Shared {
+    /// Of joint plans no slower than `step` in which no rank takes less than `least` even if links took no time.
+    fn of(host: &StepProblem, ranks: usize, step: Seconds, least: Seconds) -> Shared {
         let ranks = ranks.max(1) as u64;
         let costs = &host.costs;
         let sum = |list: &[Seconds]| list.iter().copied().sum::<Seconds>();
         let (forward, saving, backward) =
             (sum(&costs.forward), sum(&costs.saving_forward), sum(&costs.backward));
-        let arithmetic = costs.prologue + saving + backward + costs.epilogue + costs.prologue_backward;
-        let pass = Seconds((step - host.optimizer).get() / host.micro_batches.max(1) as f64);
-        // What a faster step may wait for links, and so add to the longest windows any of its plans has.
-        let waits = Seconds((pass - arithmetic).get().max(0.0));
+        // What a step may wait for links, and so add to the longest windows any of its plans has.
+        let waits = Seconds((step - least).get().max(0.0) / host.micro_batches.max(1) as f64);
         let (out, back) = (saving + costs.epilogue + waits, backward + saving + forward + waits);
         let carried = |out_rate: BytesPerSecond, back_rate: BytesPerSecond| {
             let bytes = (out_rate.get() * out.get()).min(back_rate.get() * back.get());
@@ -157,6 +217,11 @@ impl Shared {
         let nvme = if room >= staging { host.budgets.nvme.min(drives) } else { Bytes::ZERO };
         let carried = links.contention.shared.map_or(Bytes(u64::MAX), |rate| carried(rate, rate));
         Shared { ranks, host: room, nvme, carried, staging }
+    }
+
+    /// Whether less time would leave less room off HBM.
+    fn depends_on_time(&self, host: &StepProblem) -> bool {
+        (self.nvme > Bytes::ZERO && self.nvme < host.budgets.nvme) || self.carried < self.host + self.nvme
     }
 
     /// The most that the rank with the least off HBM can have there. Ranks that use NVMe stage through a buffer each: where `k` of them do,

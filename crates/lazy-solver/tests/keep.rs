@@ -142,6 +142,7 @@ fn random_chain(r: &mut Random, kind: Kind) -> CostChain {
         layer_backward_window_ms: r.one_in(2).then(|| (0..n).map(|_| tenths(r, 400)).collect()),
         internals_offload: offload.then_some(true),
         retain_internals: matches!(kind, Kind::Retain | Kind::Both).then_some(true),
+        nvme_staging_bytes: r.one_in(2).then(|| size(r, 1, 6)),
     };
     if r.one_in(4) {
         chain.locks = Some(random_locks(r, n));
@@ -353,5 +354,21 @@ fn more_hbm_never_makes_a_plan_worse() {
                 "{name} {seed}: {least} {middle} {most}"
             );
         }
+    }
+}
+
+/// 36 equal layers: which of them go to host RAM matters little, how many does. The values were found and proven by other solvers.
+#[test]
+fn equal_layers_in_host_ram_are_proven_without_trying_their_orders() {
+    for (cap, objective) in [(24, 229.1), (40, 165.9), (70, 47.4)] {
+        let (mut chain, _) = given("h200_36_40");
+        chain.internals_offload = Some(true);
+        chain.hbm_cap_bytes = Some(Bytes(cap * 1_000_000_000));
+        chain.gpu_budget_bytes = Bytes(cap * 1_000_000_000);
+        let solution = solve(&chain, &SolveOptions::default()).unwrap();
+        assert_eq!(solution.status, Status::Optimal, "{cap} GB");
+        let weights = 37.0 * chain.checkpoint_penalty;
+        let got = solution.objective_ms.unwrap();
+        assert!((got - weights - objective).abs() < 2e-6, "{cap} GB: {got}");
     }
 }

@@ -3,11 +3,12 @@
 
 use lazy_model::timeline::{Contention, LinkRates, StepCosts};
 use lazy_model::{
-    Bytes, BytesPerSecond, Placement, Schedule, Seconds, StepProblem, Streamed, Tier, TierBytes, Workspaces,
+    Bytes, BytesPerSecond, Placement, Schedule, Seconds, StepProblem, Streamed, Tier, TierBytes, Windows,
+    Workspaces,
 };
 use lazy_solver::ranks::solve_ranks;
 use lazy_solver::step::{Objective, StepFailure, StepOptions, carry_out, solve_step, step_bound};
-use lazy_solver::{SolveOptions, step_baselines};
+use lazy_solver::{SolveOptions, Status, solve, step_baselines};
 
 const MIB: Bytes = Bytes::from_mib(1);
 
@@ -120,7 +121,7 @@ fn no_plan_of_a_small_step_is_much_faster() {
                 planned += 1;
                 assert!(found >= best - 1e-6, "case {case}: {found} ms, but no plan is faster than {best}");
                 assert!(
-                    found <= best * 1.035 + 1e-6,
+                    found <= best * 1.01 + 1e-6,
                     "case {case}: {found} ms, but there is a plan of {best}"
                 );
                 let bound = step_bound(&problem, &SolveOptions::default()).unwrap().unwrap().as_ms();
@@ -157,6 +158,60 @@ fn no_plan_made_otherwise_is_faster() {
         let prediction = found.schedule.solve.prediction.unwrap();
         assert!(prediction.gap.abs() <= 0.03, "{hbm} MiB: {prediction:?}");
     }
+}
+
+/// Whatever the step and however little time there is, no plan made by hand that fits is faster than the one returned.
+#[test]
+fn no_plan_made_by_hand_is_faster_on_random_steps() {
+    let mut compared = 0;
+    for case in 0..24u64 {
+        let draw = |salt: u64, below: u64| (case * 7919 + salt * 104_729) % 1_000_003 % below;
+        let layers = 3 + draw(1, 4) as usize;
+        let budgets = [13 + draw(2, 40), draw(3, 5), draw(4, 4)];
+        let mut problem = problem(layers, budgets, [1.0, 6.0, 25.0][draw(5, 3) as usize]);
+        problem.workspaces.loss = MIB * draw(6, 6);
+        if draw(7, 2) == 1 {
+            problem.streamed.weights = vec![MIB * 2; layers];
+            problem.budgets.host = problem.budgets.host + MIB * 2 * layers as u64;
+        }
+        let contention = &mut problem.costs.links.contention;
+        contention.shared = (draw(8, 3) == 0).then_some(BytesPerSecond(2e8));
+        let limit = [None, Some(Seconds(0.0)), Some(Seconds(0.5))][case as usize % 3];
+        let options = StepOptions {
+            solve: SolveOptions { time_limit: limit, ..SolveOptions::default() },
+            ..StepOptions::default()
+        };
+        let Ok(found) = solve_step(&problem, &options) else { continue };
+        let step = found.verified.promise.step_s.as_ms();
+        for rival in step_baselines(&problem, &found.chain) {
+            if let Ok(verified) = rival.outcome {
+                compared += 1;
+                let theirs = verified.promise.step_s.as_ms();
+                assert!(theirs >= step * (1.0 - 1e-8), "case {case}: {step} ms, {} {theirs} ms", rival.name);
+            }
+        }
+    }
+    assert!(compared >= 20, "{compared}");
+}
+
+/// A boundary on its way to or from NVMe waits in host RAM: a chain that knows of the buffers there needs less HBM, and the operations do.
+#[test]
+fn boundaries_in_staging_take_no_hbm() {
+    let mut problem = problem(4, [0, 2, 4], 1.0);
+    problem.max_segment = 1;
+    let least = |staging: u64| {
+        (12..20).find(|&hbm| {
+            let room = TierBytes { hbm: MIB * hbm, host: Bytes::ZERO, nvme: MIB * 4 };
+            let windows = Windows { staging: MIB * staging, ..problem.windows() };
+            let solution = solve(&problem.keep_chain(&room, &windows), &SolveOptions::default()).unwrap();
+            solution.status == Status::Optimal
+        })
+    };
+    let (counted, staged) = (least(0).unwrap(), least(2).unwrap());
+    assert!(staged < counted, "{staged} {counted}");
+    problem.budgets.hbm = MIB * staged;
+    let found = solve_step(&problem, &StepOptions::default()).unwrap();
+    assert!(found.schedule.counts().nvme > 0 && found.verified.promise.peak_bytes.hbm <= MIB * staged);
 }
 
 #[test]

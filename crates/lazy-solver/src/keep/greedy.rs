@@ -20,11 +20,14 @@ pub(crate) fn plan(chain: &CostChain) -> Option<(Plan, Evaluation)> {
             if evaluate_keep(chain, &bare.0, &bare.1).is_err() {
                 continue;
             }
-            for by_density in [true, false] {
-                let full = fill(chain, &shape, bare.clone(), by_density);
-                let Ok(evaluation) = evaluate_keep(chain, &full.0, &full.1) else { continue };
-                if best.as_ref().is_none_or(|(_, b)| evaluation.objective < b.objective) {
-                    best = Some((full, evaluation));
+            let offloaded = (chain.internals_offload == Some(true)).then(|| offload(chain, bare.clone()));
+            for start in offloaded.into_iter().chain([bare]) {
+                for by_density in [true, false] {
+                    let full = fill(chain, &shape, start.clone(), by_density);
+                    let Ok(evaluation) = evaluate_keep(chain, &full.0, &full.1) else { continue };
+                    if best.as_ref().is_none_or(|(_, b)| evaluation.objective < b.objective) {
+                        best = Some((full, evaluation));
+                    }
                 }
             }
         }
@@ -38,9 +41,8 @@ pub(crate) fn plan(chain: &CostChain) -> Option<(Plan, Evaluation)> {
 
 /// A plan that overflows, with as many internals dropped as HBM demands, the cheapest first; then filled again.
 pub(crate) fn repaired(chain: &CostChain, shape: &Shape, mut plan: Plan) -> Option<(Plan, Evaluation)> {
-    let locked = |l: usize| chain.locks.as_ref().is_some_and(|k| k.keep.contains_key(&LayerIndex(l)));
     let mut kept: Vec<usize> =
-        (0..shape.layers).filter(|&l| plan.1[l] != Keep::Recompute && !locked(l)).collect();
+        (0..shape.layers).filter(|&l| plan.1[l] != Keep::Recompute && !is_locked(chain, l)).collect();
     kept.sort_by(|&l, &m| density(chain, shape, l).total_cmp(&density(chain, shape, m)));
     for l in kept {
         if fits(shape, &plan) {
@@ -96,11 +98,27 @@ fn lock(chain: &CostChain, plan: &mut Plan) {
     }
 }
 
+/// Sends the internals of one layer after another to host RAM, from the lowest up, where that saves more than it exposes.
+fn offload(chain: &CostChain, mut plan: Plan) -> Plan {
+    let Ok(evaluation) = evaluate_keep(chain, &plan.0, &plan.1) else { return plan };
+    let mut best = evaluation.objective;
+    for l in 0..chain.layers {
+        if plan.1[l] != Keep::Recompute || is_locked(chain, l) {
+            continue;
+        }
+        plan.1[l] = Keep::Host;
+        match evaluate_keep(chain, &plan.0, &plan.1) {
+            Ok(evaluation) if evaluation.objective < best => best = evaluation.objective,
+            _ => plan.1[l] = Keep::Recompute,
+        }
+    }
+    plan
+}
+
 /// Keeps one layer after another where HBM still holds all: by time saved a byte, or from the last down.
 fn fill(chain: &CostChain, shape: &Shape, mut plan: Plan, by_density: bool) -> Plan {
-    let locked = |l: usize| chain.locks.as_ref().is_some_and(|k| k.keep.contains_key(&LayerIndex(l)));
     let mut order: Vec<usize> =
-        (0..shape.layers).rev().filter(|&l| plan.1[l] == Keep::Recompute && !locked(l)).collect();
+        (0..shape.layers).rev().filter(|&l| plan.1[l] == Keep::Recompute && !is_locked(chain, l)).collect();
     if by_density {
         order.sort_by(|&l, &m| density(chain, shape, m).total_cmp(&density(chain, shape, l)));
     }
@@ -111,6 +129,10 @@ fn fill(chain: &CostChain, shape: &Shape, mut plan: Plan, by_density: bool) -> P
         }
     }
     plan
+}
+
+fn is_locked(chain: &CostChain, l: usize) -> bool {
+    chain.locks.as_ref().is_some_and(|k| k.keep.contains_key(&LayerIndex(l)))
 }
 
 fn density(chain: &CostChain, shape: &Shape, l: usize) -> f64 {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use lazy_model::{CostChain, Keep, LayerIndex, Placement, Position, Tier};
 
-use super::shape::{Plan, Shape};
+use super::shape::{NOT_COUNTED, Plan, Shape};
 use crate::mip::{Column, Mip};
 use crate::problem::{Allowed, allowed, recompute};
 
@@ -120,7 +120,8 @@ impl Program {
         let top = n.saturating_sub(p.shape.limit.min(EAGER_BLOCK));
         p.add(Position::Turn, [0; 4]);
         for l in top..n {
-            p.add(Position::Backward(LayerIndex(l)), [0, l, 0, l]);
+            let nvme = if p.shape.staging > 0 { NOT_COUNTED } else { l };
+            p.add(Position::Backward(LayerIndex(l)), [0, l, 0, nvme]);
         }
         Some(p)
     }
@@ -196,7 +197,8 @@ impl Program {
     /// How many boundaries are skipped, offloaded and on NVMe, and how many layers are kept, as integers for CBC to branch on: whether
     /// there is room for one more settles more than any single one does.
     fn count_rows(&mut self) {
-        for list in [self.nvme.clone(), self.skip.clone(), self.kept.clone(), self.off.clone()] {
+        let host = self.host.iter().flatten().copied().collect();
+        for list in [self.nvme.clone(), self.skip.clone(), self.kept.clone(), self.off.clone(), host] {
             let list: Vec<Column> = list.into_iter().filter(|c| self.may_be_one(*c)).collect();
             if list.len() < 2 {
                 continue;
@@ -295,18 +297,35 @@ impl Program {
 
     /// Of two layers the higher one is worth keeping first if it is no larger and no cheaper to re-run.
     fn dominance_rows(&mut self, chain: &CostChain) {
-        let locked = chain.locks.as_ref().is_some_and(|locks| !locks.keep.is_empty());
-        if locked || chain.internals_offload == Some(true) {
+        if chain.locks.as_ref().is_some_and(|locks| !locks.keep.is_empty()) {
             return;
         }
         let times = &chain.layer_recompute_ms;
+        let size = self.shape.internals.clone();
         for l in 0..self.shape.layers {
-            let better = (l + 1..self.shape.layers)
-                .find(|&m| self.shape.internals[l] >= self.shape.internals[m] && times[l] <= times[m]);
+            let better = (l + 1..self.shape.layers).find(|&m| size[l] >= size[m] && times[l] <= times[m]);
             if let Some(m) = better {
                 let mut row = vec![(self.kept[l], 1.0), (self.kept[m], -1.0)];
                 row.extend(self.retained[m].map(|r| (r, -1.0)));
+                // Of equal sizes none above a kept one is in host RAM.
+                row.extend(self.host[m].filter(|_| size[l] > size[m]).map(|h| (h, -1.0)));
                 self.mip.at_most(row, 0.0);
+            }
+        }
+        self.order_rows();
+    }
+
+    /// Of layers with internals of one size, those in host RAM are all below those in HBM: `up` is 1 up to the last of the former and falls to 0
+    /// before the first of the latter.
+    fn order_rows(&mut self) {
+        let mut last: BTreeMap<u64, Column> = BTreeMap::new();
+        for l in 0..self.shape.layers {
+            let Some(host) = self.host[l] else { continue };
+            let up = self.mip.real(0.0);
+            self.mip.at_most(vec![(host, 1.0), (up, -1.0)], 0.0);
+            self.mip.at_most(vec![(self.kept[l], 1.0), (up, 1.0)], 1.0);
+            if let Some(below) = last.insert(self.shape.internals[l], up) {
+                self.mip.at_most(vec![(up, 1.0), (below, -1.0)], 0.0);
             }
         }
     }
@@ -473,8 +492,11 @@ impl Program {
         for (pool, since) in pools {
             let link = self.shape.links[pool].clone();
             let users = self.users(pool);
-            if link.rate == 0.0 {
+            if link.rate == 0.0 || since == NOT_COUNTED {
                 continue;
+            }
+            if link.nvme {
+                row.constant -= i128::from(self.shape.staging);
             }
             row.spare += link.between(since, p);
             let held = |c: Column, size: u64| (Held::One(c), size);

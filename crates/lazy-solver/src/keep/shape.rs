@@ -4,6 +4,9 @@ use lazy_model::{CostChain, Keep, LayerIndex, Placement, Pool, Position};
 
 use crate::problem::gcd;
 
+/// In the place of a window: nothing of the pool is in HBM.
+pub(crate) const NOT_COUNTED: usize = usize::MAX;
+
 /// A plan: one placement a boundary, one entry a layer.
 pub(crate) type Plan = (Vec<Placement>, Vec<Keep>);
 
@@ -91,6 +94,8 @@ pub(crate) struct Shape {
     pub(crate) forward: Vec<u64>,
     pub(crate) loss: u64,
     pub(crate) slack: u64,
+    /// Bytes on their way to or from NVMe that are not in HBM.
+    pub(crate) staging: u64,
     /// What HBM holds at each backward position for the running layer.
     pub(crate) running: Vec<u64>,
     /// HBM for all of this. Negative where the fixed bytes exceed the cap.
@@ -127,6 +132,7 @@ impl Shape {
             forward,
             loss: chain.loss_workspace_bytes?.get(),
             slack: chain.transfer_slack_bytes?.get(),
+            staging: chain.nvme_staging_bytes.map_or(0, |b| b.get()),
             running,
             hbm: i128::from(chain.hbm_cap_bytes?.get()) - i128::from(chain.hbm_fixed_bytes?.get()),
             links: Pool::ALL.map(|pool| Link::new(chain, pool)),
@@ -157,7 +163,7 @@ impl Shape {
     }
 
     /// For each pool, the first window of the busy period that reaches into position `p`: the queue is empty before it. Any window
-    /// is a valid start of an interval row; this one makes the row hold all that is in flight.
+    /// is a valid start of an interval row; this one makes the row hold all that is in flight. [`NOT_COUNTED`] where all of it is in staging.
     pub(crate) fn busy_since(&self, plan: &Plan, p: usize) -> [usize; 4] {
         let ends = block_ends(&plan.0);
         [0, 1, 2, 3].map(|pool| {
@@ -170,8 +176,17 @@ impl Shape {
                     since = w + 1;
                 }
             }
-            since
+            let in_use = if link.outward { 0.0 } else { self.in_use_from_nvme(&plan.0, p) };
+            let in_staging = queue + arriving[p] + in_use <= self.staging as f64;
+            if link.nvme && self.staging > 0 && in_staging { NOT_COUNTED } else { since }
         })
+    }
+
+    /// Bytes of the copy in use at backward position `p`, if it came from NVMe.
+    fn in_use_from_nvme(&self, placement: &[Placement], p: usize) -> f64 {
+        let top = p.min(self.layers - 1);
+        let source = (0..=top).rev().find(|&i| placement[i] != Placement::Recompute).unwrap_or(0);
+        if placement[source] == Placement::Nvme { self.boundary[source] as f64 } else { 0.0 }
     }
 
     /// HBM in bytes at forward 0..N-1, the turn, and backward 0..N-1, of a plan whose blocks are not too long. In doubles: quick, and a few
@@ -197,25 +212,30 @@ impl Shape {
         let mut all = Vec::with_capacity(2 * n + 1);
         let mut backward = Vec::with_capacity(n);
         let (mut resident, mut kept, mut block, mut retained) = (0.0, 0.0, 0.0, 0.0);
+        // The copy in use, if it came from NVMe.
+        let mut from_nvme = 0.0;
+        let beyond_staging = |bytes: f64| (bytes - self.staging as f64).max(0.0);
         for l in 0..n {
             let (size, own) = (self.boundary[l] as f64, self.internals[l] as f64);
             match placement[l] {
                 Placement::Recompute => block += size,
-                // A copy that is in use, from NVMe in both pools.
-                Placement::Host => (block, retained) = (size, 0.0),
-                Placement::Nvme => (block, retained) = (2.0 * size, 0.0),
+                // A copy that is in use.
+                Placement::Host => (block, retained, from_nvme) = (size, 0.0, 0.0),
+                Placement::Nvme => (block, retained, from_nvme) = (size, 0.0, size),
                 Placement::Hbm => {
                     resident += size;
-                    (block, retained) = (0.0, 0.0);
+                    (block, retained, from_nvme) = (0.0, 0.0, 0.0);
                 }
             }
             let slack = self.slack as f64;
             let passing = if placement[l] == Placement::Recompute { size } else { 0.0 };
             let made = if matches!(keep[l], Keep::Hbm | Keep::Host) { own } else { 0.0 };
             let output = self.boundary[l + 1] as f64 + self.forward[l] as f64;
-            all.push(resident + kept + passing + made + output + slack + flight[0][l] + flight[2][l]);
+            let writes = flight[0][l] + beyond_staging(flight[2][l]);
+            all.push(resident + kept + passing + made + output + slack + writes);
             let running = self.running[l] as f64 + slack;
-            backward.push(resident + kept + block + retained + running + flight[1][l] + flight[3][l]);
+            let reads = flight[1][l] + beyond_staging(flight[3][l] + from_nvme);
+            backward.push(resident + kept + block + retained + running + reads);
             match keep[l] {
                 Keep::Hbm => kept += own,
                 Keep::Retained => retained += own,
