@@ -172,7 +172,7 @@ fn no_plan_made_by_hand_is_faster_on_random_steps() {
         problem.workspaces.loss = MIB * draw(6, 6);
         if draw(7, 2) == 1 {
             problem.streamed.weights = vec![MIB * 2; layers];
-            problem.budgets.host = problem.budgets.host + MIB * 2 * layers as u64;
+            problem.budgets.host += MIB * 2 * layers as u64;
         }
         let contention = &mut problem.costs.links.contention;
         contention.shared = (draw(8, 3) == 0).then_some(BytesPerSecond(2e8));
