@@ -9,9 +9,13 @@
 //! | --- | --- |
 //! | [`Store`] | the tiers, their budgets and the queues; dropping the last clone waits for everything in flight |
 //! | [`Extent`] | a range of one tier; dropping it gives the range back, also while tasks still use it |
-//! | [`Lane`] | an ordered queue: compute, the two copy directions, the two NVMe directions, optimizer |
+//! | [`Store::put`], [`get`](Store::get), [`prefetch`](Store::prefetch), [`copy`](Store::copy) | bytes in, out, and from tier to tier |
+//! | [`Lane`] | an ordered queue: compute, the two copy directions, the two NVMe directions, optimizer; beside a GPU, a stream |
 //! | [`Submission`] | one task: its lane, its name, and the extents it reads and writes |
+//! | [`Store::submit`], [`launch`](Store::launch) | queue work for the CPU, or work that goes on a lane's stream |
 //! | [`Event`] | the completion of a task |
+//! | [`DeviceChoice`] | whose memory the HBM tier is: the host's, or a GPU's |
+//! | [`cuda`] | the GPU, a caller's own device memory, kernels compiled at run time |
 //! | [`NvmeOptions`] | the NVMe tier: its folders (one a drive), back end, checksums, staging |
 //! | [`NvmeMode`] | how the spill files are read and written: what was asked for, what was obtained, and why |
 //! | [`DriveReport`] | what each drive did: bytes, rates, whether it is slow, the share of its endurance used |
@@ -28,11 +32,16 @@
 //! If a task fails, later ones complete without running until [`Store::synchronize`] reports the failure; after that the
 //! store goes on, and what was not written counts as never written.
 //!
-//! # The host device
+//! # Devices
 //!
-//! Today's device is the host: its HBM is an arena in RAM, its host tier is another one and not pinned, its links can be slowed down to given rates
-//! ([`LinkLimits`]), ranges can be poisoned for each new owner, and the queues can be run by one thread in an order drawn
-//! from a seed ([`QueueOrder`]), which replays the same interleaving every time.
+//! On a GPU ([`DeviceChoice::Cuda`]) HBM is its memory, the host tier is pinned, and each lane is a stream in the primary
+//! context, which frameworks share. A launched task is put on its stream as soon as what it waits for is on its own; the
+//! streams wait for each other, and the CPU for none of them. The driver and the compiler are loaded when they are first
+//! needed: without them, opening a GPU is an error that says what is missing, and the rest works.
+//!
+//! On the host device HBM is an arena in RAM, the host tier is another one and not pinned, links can be slowed down to
+//! given rates ([`LinkLimits`]), and the queues can be run by one thread in an order drawn from a seed ([`QueueOrder`]),
+//! which replays the same interleaving every time. On either device, ranges can be poisoned for each new owner.
 //!
 //! # Example
 //!
@@ -64,11 +73,38 @@
 //! store.synchronize()
 //! # }
 //! ```
+//!
+//! A tensor of the caller's own, here a `CudaSlice` as cudarc and candle have it, is spilled to host RAM, its GPU memory
+//! freed, and brought back into another one. Nothing waits on the CPU: the slice's stream waits for the copies.
+//!
+//! ```no_run
+//! use cudarc::driver::CudaContext;
+//! use lazy_store::{Bytes, DeviceChoice, Store, StoreOptions, Tier};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let device = DeviceChoice::Cuda { ordinal: 0 };
+//! let store = Store::open(StoreOptions { device, host: Bytes(1 << 30), ..StoreOptions::default() })?;
+//! let stream = CudaContext::new(0)?.new_stream()?; // the trainer's own stream
+//!
+//! let activation = stream.alloc_zeros::<f32>(1 << 20)?; // what the trainer computed there
+//! let saved = store.reserve(Tier::Host, Bytes(4 << 20))?;
+//! store.put_slice("activation 3 out", activation, &saved)?;
+//! // ... the GPU memory is free again for other work on that stream ...
+//!
+//! let room = stream.alloc_zeros::<f32>(1 << 20)?;
+//! let activation = store.get_slice("activation 3 in", &saved, room)?.ordered()?;
+//! // What the stream does with it from here on comes after the copy.
+//! # drop(activation);
+//! store.synchronize()?;
+//! # Ok(())
+//! # }
+//! ```
 
 mod arena;
 mod batch;
 mod buffer;
 mod clock;
+mod contents;
 pub mod cuda;
 mod device;
 mod drive;

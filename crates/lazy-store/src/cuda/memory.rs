@@ -285,6 +285,18 @@ impl<T> fmt::Debug for Refused<T> {
     }
 }
 
+impl<T> fmt::Display for Refused<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.error, f)
+    }
+}
+
+impl<T> std::error::Error for Refused<T> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
+
 impl<T> From<Box<Refused<T>>> for StoreError {
     fn from(refused: Box<Refused<T>>) -> Self {
         refused.error

@@ -4,7 +4,7 @@
 use std::fs::File;
 #[cfg(target_os = "linux")]
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -109,8 +109,9 @@ fn settle_backend(
 #[cfg(target_os = "linux")]
 fn settle_cufile(dir: &Path, fallbacks: &mut Vec<String>) -> Result<Backend, StoreError> {
     let refused = |reason| StoreError::BackendRefused { asked: "cuFile", reason };
-    let file = probe_file(dir, OFlags::DIRECT).map_err(refused)?;
     let cufile = Cufile::open().map_err(refused)?;
+    // With its name: cuFile opens the file a second time.
+    let (file, _named) = named_probe_file(dir, OFlags::DIRECT).map_err(refused)?;
     cufile.register_files(&[file.as_fd()]).map_err(refused)?;
     match &cufile.compatibility {
         None => Ok(Backend::CufileDirect),
@@ -171,13 +172,27 @@ fn try_file(
 
 /// Opens a new file and removes its name at once, so that nothing is left behind whatever happens.
 fn probe_file(dir: &Path, flags: OFlags) -> Result<File, String> {
+    let (file, named) = named_probe_file(dir, flags)?;
+    let removed = std::fs::remove_file(&named.0);
+    removed.map_err(|e| format!("cannot remove {}: {e}", named.0.display()))?;
+    Ok(file)
+}
+
+/// A file that is removed when this is dropped, if it is there still.
+struct Named(PathBuf);
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn named_probe_file(dir: &Path, flags: OFlags) -> Result<(File, Named), String> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let path = dir.join(format!(".lazy-probe-{}-{count}", std::process::id()));
     let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
-    let opened = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR);
-    let removed = std::fs::remove_file(&path);
-    let fd = opened.map_err(|e| format!("cannot make {}: {e}", path.display()))?;
-    removed.map_err(|e| format!("cannot remove {}: {e}", path.display()))?;
-    Ok(File::from(fd))
+    let fd = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)
+        .map_err(|e| format!("cannot make {}: {e}", path.display()))?;
+    Ok((File::from(fd), Named(path)))
 }

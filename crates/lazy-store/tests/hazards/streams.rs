@@ -46,3 +46,30 @@ fn the_cpu_is_not_given_the_memory_of_a_device_and_streams_are_not_offered_witho
     let error = host.launch(Submission::new(Lane::Compute, "kernel"), |_| Ok(())).unwrap_err();
     assert!(error.to_string().contains("submit a task"), "{error}");
 }
+
+#[test]
+fn what_is_put_in_any_tier_is_got_from_any_other() {
+    let dir = folder();
+    for on in [On::Host, On::Streams] {
+        let store = store(dir.path(), on, QueueOrder::Seeded(3), 0, &Faults::new(0));
+        for from in Tier::ALL {
+            for to in Tier::ALL.into_iter().filter(|&to| to != from) {
+                for len in [0, 1, 511, 4096, 4097] {
+                    let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 251) as u8).collect();
+                    let first = store.put("put", from, bytes.clone()).unwrap();
+                    assert_eq!(store.get(&first).unwrap(), bytes, "{from}, {len} bytes");
+                    let second = store.prefetch("prefetch", &first, to).unwrap();
+                    store.release(first);
+                    assert_eq!(store.get(&second).unwrap(), bytes, "{from} to {to}, {len} bytes");
+                }
+            }
+        }
+        let unwritten = store.reserve(Tier::Host, Bytes(64)).unwrap();
+        assert!(matches!(store.get(&unwritten), Err(StoreError::NotWritten { .. })));
+        store.submit(Submission::new(Lane::Compute, "bad"), |_| Err("on purpose".into())).unwrap();
+        let written = store.put("put", Tier::Host, vec![1; 64]).unwrap();
+        let error = store.get(&written).unwrap_err();
+        assert!(error.to_string().contains("on purpose"), "{error}");
+        store.synchronize().unwrap();
+    }
+}

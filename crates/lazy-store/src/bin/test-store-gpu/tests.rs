@@ -184,7 +184,7 @@ fn raw_memory(context: &Context) -> Result<String, BoxError> {
 
 fn staged(context: &Context) -> Result<String, BoxError> {
     let mut said = Vec::new();
-    for backend in [BackendChoice::Uring, BackendChoice::Posix] {
+    for backend in [BackendChoice::Uring, BackendChoice::Posix, BackendChoice::Cufile] {
         let nvme = NvmeOptions {
             staging: Bytes(32 << 20),
             backend,

@@ -1,0 +1,106 @@
+//! Bytes of the caller's into an extent, out of one, and from tier to tier.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use lazy_model::{Bytes, Lane, Tier};
+
+use crate::device::DeviceCopy;
+use crate::error::StoreError;
+use crate::lanes::Kind;
+use crate::spill::StagedCopy as _;
+use crate::store::{Extent, Store, Submission};
+
+impl Store {
+    /// Reserves an extent of `tier` and queues the copying of `bytes` into it. For what is made on the CPU now and then;
+    /// into HBM it is slower than a copy from an extent of host RAM, which is pinned.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::OutOfBudget`], and those of [`Store::submit`].
+    pub fn put(&self, name: impl Into<String>, tier: Tier, bytes: Vec<u8>) -> Result<Extent, StoreError> {
+        let extent = self.reserve(tier, Bytes(bytes.len() as u64))?;
+        let (writes, spill) = ([&extent], self.inner().spill.clone());
+        let lane = match tier {
+            Tier::Hbm => Lane::H2d,
+            Tier::Host => Lane::Compute,
+            Tier::Nvme => Lane::NvmeWrite,
+        };
+        let task = Submission { writes: &writes, bytes: extent.bytes(), ..Submission::new(lane, name) };
+        let offset = extent.offset();
+        match (tier, spill, self.inner().device.clone()) {
+            (Tier::Hbm, _, Some(device)) => self.enqueue(task, Kind::Host, move |views| {
+                let mut copy =
+                    DeviceCopy::new(Arc::clone(&device), device.stream(lane), views.writes[0], false);
+                let mut bytes = bytes;
+                copy.start(0, 0, &mut bytes)?;
+                copy.wait(0)
+            }),
+            (Tier::Nvme, Some(spill), _) => {
+                self.enqueue_access(task, move |_| Ok(spill.write(offset, &bytes)?))
+            }
+            _ => self.submit(task, move |access| {
+                access.write(0).copy_from_slice(&bytes);
+                Ok(())
+            }),
+        }?;
+        Ok(extent)
+    }
+
+    /// Waits for what writes an extent, and gives a copy of its bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NotWritten`], and whatever failed before: as [`Store::synchronize`] reports it.
+    pub fn get(&self, extent: &Extent) -> Result<Vec<u8>, StoreError> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let (reads, spill) = ([extent], self.inner().spill.clone());
+        let lane = match extent.tier() {
+            Tier::Hbm => Lane::D2h,
+            Tier::Host => Lane::Compute,
+            Tier::Nvme => Lane::NvmeRead,
+        };
+        let task = Submission { reads: &reads, bytes: extent.bytes(), ..Submission::new(lane, "get") };
+        let (offset, len) = (extent.offset(), extent.bytes().get() as usize);
+        let event = match (extent.tier(), spill, self.inner().device.clone()) {
+            (Tier::Hbm, _, Some(device)) => self.enqueue(task, Kind::Host, move |views| {
+                let mut bytes = vec![0; len];
+                let mut copy =
+                    DeviceCopy::new(Arc::clone(&device), device.stream(lane), views.reads[0], true);
+                copy.start(0, 0, &mut bytes)?;
+                copy.wait(0)?;
+                Ok(sender.send(bytes)?)
+            }),
+            (Tier::Nvme, Some(spill), _) => self.enqueue_access(task, move |_| {
+                let mut bytes = vec![0; len];
+                spill.read(offset, &mut bytes)?;
+                Ok(sender.send(bytes)?)
+            }),
+            _ => self.submit(task, move |access| Ok(sender.send(access.read(0).to_vec())?)),
+        }?;
+        event.wait();
+        receiver.try_recv().or_else(|_| {
+            self.synchronize()?;
+            // Somebody else was told of the failure.
+            let (tier, offset, bytes) = (extent.tier(), extent.offset(), extent.bytes());
+            Err(StoreError::NotWritten { task: "get".to_owned(), tier, offset, bytes })
+        })
+    }
+
+    /// Reserves an extent of `tier` and queues a copy of another one to it: the next task that reads the new one waits for
+    /// the copy.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::OutOfBudget`], and those of [`Store::copy`].
+    pub fn prefetch(
+        &self,
+        name: impl Into<String>,
+        extent: &Extent,
+        tier: Tier,
+    ) -> Result<Extent, StoreError> {
+        let copy = self.reserve(tier, extent.bytes())?;
+        self.copy(name, extent, &copy, &[])?;
+        Ok(copy)
+    }
+}
