@@ -34,8 +34,10 @@ struct Queued {
     kind: Kind,
     name: String,
     bytes: Bytes,
-    /// What has to be done before it runs.
+    /// What has to be done on other lanes before it runs.
     waits: Clock,
+    /// The last task of its own lane that uses the same bytes.
+    own: u64,
     /// The task of another lane whose completion it waited for last, while it was next in its own lane.
     blocked_on: Option<Token>,
     record: u64,
@@ -179,7 +181,8 @@ impl Lanes {
     ) -> Token {
         let (lane, kind) = task;
         let token = self.next(lane);
-        // A lane runs in order: what came before on the same one needs no wait.
+        // A lane runs in order: what came before on the same one needs no wait, but for transfers that overtake each other.
+        let own = waits.get(lane);
         waits.set(lane, 0);
         let record = self.next_record;
         self.next_record += 1;
@@ -190,7 +193,17 @@ impl Lanes {
         }
         let queue = &mut self.queues[slot(lane)];
         queue.submitted = token.seq;
-        queue.tasks.push_back(Queued { kind, name, bytes, waits, blocked_on: None, record, work, transfer });
+        queue.tasks.push_back(Queued {
+            kind,
+            name,
+            bytes,
+            waits,
+            own,
+            blocked_on: None,
+            record,
+            work,
+            transfer,
+        });
         token
     }
 
@@ -240,7 +253,10 @@ impl Lanes {
             return None;
         }
         let task = queue.tasks.pop_front_if(|task| {
-            task.transfer.is_some() && task.kind == Kind::Host && task.waits.reached_by(&self.completed)
+            task.transfer.is_some()
+                && task.kind == Kind::Host
+                && task.waits.reached_by(&self.completed)
+                && task.own <= self.completed.get(lane)
         })?;
         let Queued { kind, name, bytes, blocked_on, record, work, transfer, .. } = task;
         queue.transfers += 1;
