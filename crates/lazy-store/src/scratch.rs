@@ -134,6 +134,10 @@ impl Drop for RunDir {
 
 /// Removes a run folder, its lock file last: so what is left if this is cut short can still be told for a dead run's.
 fn remove_run(path: &Path) -> io::Result<()> {
+    // A link in its place leads to somebody else's files.
+    if !std::fs::symlink_metadata(path)?.is_dir() {
+        return Err(io::ErrorKind::NotADirectory.into());
+    }
     for entry in std::fs::read_dir(path)? {
         let entry = entry?;
         if entry.file_type()?.is_dir() {
@@ -452,6 +456,31 @@ mod tests {
             }
         });
         assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn t8_a_link_in_the_place_of_a_run_folder_is_not_followed_at_the_end() {
+        let (root, outside) = (folder(), folder());
+        std::fs::write(outside.path().join("precious"), "x").unwrap();
+        let run = RunDir::create(root.path()).unwrap();
+        let path = run.path().to_owned();
+        std::fs::rename(&path, root.path().join("moved")).unwrap();
+        std::os::unix::fs::symlink(outside.path(), &path).unwrap();
+        drop(run);
+        assert!(outside.path().join("precious").exists() && path.is_symlink());
+    }
+
+    #[test]
+    fn t8_any_number_of_runs_at_once_have_folders_of_their_own() {
+        let root = folder();
+        let make = || (0..40).map(|_| RunDir::create(root.path()).unwrap()).collect::<Vec<_>>();
+        let runs: Vec<RunDir> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(make)).collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        });
+        let paths: std::collections::BTreeSet<_> = runs.iter().map(|run| run.path().to_owned()).collect();
+        assert_eq!(paths.len(), 320);
+        assert_eq!(sweep(root.path()).unwrap().alive.len(), 320);
     }
 
     #[test]

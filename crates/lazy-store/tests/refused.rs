@@ -6,7 +6,9 @@
 use std::path::Path;
 
 use lazy_store::durable::{AlignedBuf, DurableDir, IoOptions};
-use lazy_store::{Backend, BackendChoice, Bytes, StoreError, is_tmpfs};
+use lazy_store::{Backend, BackendChoice, Bytes, NvmeOptions, Store, StoreError, StoreOptions, is_tmpfs};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 
 const SETUP: i64 = 425;
@@ -92,4 +94,48 @@ fn t13_tmpfs_is_known_and_held_to_the_same_alignment() {
     let file = dir.create_file("a", Bytes(2 * dir.alignment() as u64)).unwrap();
     let (_, result) = file.write_at(1000, AlignedBuf::zeroed(Bytes(1000)).unwrap()).wait();
     assert!(matches!(result, Err(StoreError::BadRange { .. })));
+}
+
+/// A store with a host arena of 256 MiB and no tasks.
+fn store(folder: &Path) -> Store {
+    let nvme = NvmeOptions { backend: BackendChoice::Uring, ..NvmeOptions::new(folder, Bytes::from_mib(1)) };
+    let host = Bytes::from_mib(256);
+    Store::open(StoreOptions { host, nvme: Some(nvme), ..StoreOptions::default() }).unwrap()
+}
+
+#[test]
+fn t10_io_uring_without_registration_is_used_and_says_so() {
+    without(&[427], 1, || {
+        let folder = folder();
+        let store = store(folder.path());
+        let mode = store.nvme_mode().unwrap();
+        assert_eq!(
+            (mode.backend, mode.registered_files, mode.registered_buffers),
+            (Backend::Uring, false, false)
+        );
+        assert!(mode.to_string().contains("files are not registered"), "{mode}");
+        assert!(mode.to_string().contains("buffers are not registered"), "{mode}");
+    });
+}
+
+#[test]
+fn t11_a_low_limit_on_locked_memory_leaves_buffers_unregistered_and_is_named() {
+    let limit = getrlimit(Resource::Memlock);
+    let low = Rlimit { current: Some(64 << 10), ..limit.clone() };
+    let checked = std::thread::spawn(move || {
+        // Root may lock what it likes, unless it gives that up; it does so for this thread alone.
+        let mut mine = capabilities(None).unwrap();
+        mine.effective.remove(CapabilitySet::IPC_LOCK);
+        set_capabilities(None, mine).unwrap();
+        setrlimit(Resource::Memlock, low).unwrap();
+        let folder = folder();
+        let store = store(folder.path());
+        let mode = store.nvme_mode().unwrap();
+        assert!(mode.backend == Backend::Uring && !mode.registered_buffers, "{mode}");
+        let line = mode.to_string();
+        assert!(line.contains("256.00 MiB of locked memory needed") && line.contains("64.0 KiB"), "{line}");
+    })
+    .join();
+    setrlimit(Resource::Memlock, limit).unwrap();
+    checked.unwrap();
 }
