@@ -121,7 +121,7 @@ fn t10_io_uring_without_registration_is_used_and_says_so() {
 #[test]
 fn t11_a_low_limit_on_locked_memory_leaves_buffers_unregistered_and_is_named() {
     let limit = getrlimit(Resource::Memlock);
-    let low = Rlimit { current: Some(64 << 10), ..limit.clone() };
+    let low = Rlimit { current: Some(64 << 10), ..limit };
     let checked = std::thread::spawn(move || {
         // Root may lock what it likes, unless it gives that up; it does so for this thread alone.
         let mut mine = capabilities(None).unwrap();
