@@ -62,6 +62,27 @@ pub(crate) trait Device: Send + Sync {
     /// As for `copy`.
     unsafe fn fill(&self, stream: Stream, start: *mut u8, len: usize, value: u8) -> Result<(), BoxError>;
 
+    /// Gets ready to make checksums of its memory; an error says why it cannot.
+    fn prepare_checksums(&self) -> Result<(), BoxError> {
+        Err("the device makes no checksums".into())
+    }
+
+    /// CRC-32C of the pieces of `piece` bytes, a multiple of 16, of its own memory, the last one maybe shorter. Waits for
+    /// them.
+    ///
+    /// # Safety
+    ///
+    /// The memory is aligned to 16 bytes, and nobody writes it meanwhile.
+    unsafe fn checksums(
+        &self,
+        _stream: Stream,
+        _start: *const u8,
+        _len: usize,
+        _piece: usize,
+    ) -> Result<Vec<u32>, BoxError> {
+        Err("the device makes no checksums".into())
+    }
+
     /// Gives the handle of a mark back.
     fn forget(&self, handle: *mut c_void);
 

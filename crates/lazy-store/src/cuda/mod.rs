@@ -3,18 +3,20 @@
 //!
 //! One of the few modules with `unsafe`: the driver's interface takes addresses and handles.
 
+mod checksum;
 mod gpu;
 pub mod kernels;
 pub(crate) mod library;
 mod memory;
 
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUevent_flags};
 use cudarc::driver::{DriverError, result};
 use lazy_model::{Bytes, Lane};
 
+use self::checksum::Checksums;
 use crate::clock::{LANES, slot};
 use crate::device::{Device, Mark, Pin, Stream};
 use crate::error::{BoxError, StoreError};
@@ -47,6 +49,7 @@ pub(crate) struct Cuda {
     clock: Stream,
     /// Events that no mark holds.
     events: Mutex<Vec<Stream>>,
+    checksums: OnceLock<Checksums>,
 }
 
 impl Cuda {
@@ -59,6 +62,7 @@ impl Cuda {
             streams: [Stream(std::ptr::null_mut()); LANES],
             clock: Stream(std::ptr::null_mut()),
             events: Mutex::new(Vec::new()),
+            checksums: OnceLock::new(),
         };
         for stream in cuda.streams.iter_mut().chain([&mut cuda.clock]) {
             let made = result::stream::create(result::stream::StreamKind::NonBlocking);
@@ -211,6 +215,26 @@ impl Device for Cuda {
         // SAFETY: by this function's contract.
         let filled = unsafe { result::memset_d8_async(address(start), value, len, stream.0.cast()) };
         Ok(filled.map_err(|e| failed("start a fill", e))?)
+    }
+
+    fn prepare_checksums(&self) -> Result<(), BoxError> {
+        if self.checksums.get().is_none() {
+            // Only whoever opens a store gets here; a second one's would be dropped.
+            let _ = self.checksums.set(Checksums::new(&self.gpu)?);
+        }
+        Ok(())
+    }
+
+    unsafe fn checksums(
+        &self,
+        stream: Stream,
+        start: *const u8,
+        len: usize,
+        piece: usize,
+    ) -> Result<Vec<u32>, BoxError> {
+        let checksums = self.checksums.get().ok_or("checksums were not prepared")?;
+        // SAFETY: by this function's contract.
+        Ok(unsafe { checksums.of(stream, start, len, piece) }?)
     }
 
     fn forget(&self, handle: *mut c_void) {

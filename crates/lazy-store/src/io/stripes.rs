@@ -78,6 +78,17 @@ impl Stripes {
         Place { file: (unit % n) as usize, offset: unit / n * UNIT + within, room: UNIT - within }
     }
 
+    /// Lengths of the pieces that requests move `len` bytes at `offset` in.
+    pub(crate) fn pieces(&self, offset: u64, len: u64) -> impl Iterator<Item = usize> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let room = self.locate(offset + at).room;
+            let piece = (len - at).min(room).min(UNIT);
+            at += piece;
+            (piece > 0).then_some(piece as usize)
+        })
+    }
+
     /// Whether requests can move memory at this address where it lies.
     pub(crate) fn takes(&self, address: usize) -> bool {
         self.files().all(|file| address.is_multiple_of(file.granularity))

@@ -9,12 +9,12 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use lazy_model::Bytes;
+use lazy_model::{Bytes, Lane};
 
 pub(crate) use crate::io::transfer::StagedCopy;
 pub(crate) use host::HostCopy;
 
-use crate::device::Device;
+use crate::device::{Device, Stream};
 use crate::error::StoreError;
 #[cfg(target_os = "linux")]
 use crate::io::cufile::Cufile;
@@ -25,7 +25,7 @@ use crate::io::pool::Pool;
 use crate::io::slots::Region;
 use crate::io::stripes::{OpenFile, Stripes, lengths};
 use crate::io::transfer::{Engine, Feed, Job, Memory};
-use crate::io::{Op, Queue, Window, available, probe};
+use crate::io::{MAX_REQUEST, Op, Queue, Window, available, probe};
 use crate::options::{
     Backend, BoundaryRecord, BoundarySide, Checksum, DriveReport, NvmeMode, NvmeOptions, Traffic,
 };
@@ -53,6 +53,8 @@ pub(crate) struct Spill {
     reader: Mutex<Engine>,
     #[cfg(target_os = "linux")]
     cufile: Option<Arc<Cufile>>,
+    /// Makes the checksums of its own memory.
+    sums: Option<(Arc<dyn Device>, [Stream; 2])>,
     files: Arc<Stripes>,
     region: Region,
     seals: Mutex<Seals>,
@@ -145,6 +147,7 @@ impl Spill {
             reader,
             #[cfg(target_os = "linux")]
             cufile,
+            sums: None,
             region,
             seals: Mutex::default(),
             records: Mutex::default(),
@@ -185,11 +188,22 @@ impl Spill {
     pub(crate) fn use_device(&mut self, device: Arc<dyn Device>, arena: Window) {
         #[cfg(target_os = "linux")]
         if let Some(cufile) = &self.cufile {
-            let registered = cufile.use_device(device, arena);
+            let registered = cufile.use_device(Arc::clone(&device), arena);
             self.mode.registered_buffers = registered.is_ok();
             self.mode.fallbacks.extend(registered.err());
-            if !self.moves_device_memory() {
-                let why = "checksums and records of boundaries are made in host memory, so HBM passes through staging";
+            if self.options.checksum == Checksum::Crc32c {
+                match device.prepare_checksums() {
+                    Ok(()) => {
+                        let streams = [Lane::NvmeWrite, Lane::NvmeRead].map(|lane| device.stream(lane));
+                        self.sums = Some((device, streams));
+                    }
+                    Err(why) => self.mode.fallbacks.push(format!(
+                        "HBM passes through staging, where the CPU makes the checksums: {why}"
+                    )),
+                }
+            }
+            if self.options.debug_boundaries {
+                let why = "HBM passes through staging, where the records of boundaries are made";
                 self.mode.fallbacks.push(why.to_owned());
             }
         }
@@ -199,8 +213,9 @@ impl Spill {
 
     /// Whether [`Spill::write_device`] and [`Spill::read_device`] work here, once a device is named.
     pub(crate) fn moves_device_memory(&self) -> bool {
-        let looks = self.options.checksum != Checksum::Off || self.options.debug_boundaries;
-        matches!(self.mode.backend, Backend::CufileDirect | Backend::CufileCompat) && !looks
+        let sealed = self.options.checksum == Checksum::Off || self.sums.is_some();
+        let cufile = matches!(self.mode.backend, Backend::CufileDirect | Backend::CufileCompat);
+        cufile && sealed && !self.options.debug_boundaries
     }
 
     /// Writes a part of the device's arena from where it lies.
@@ -209,7 +224,13 @@ impl Spill {
     ///
     /// Until this returns, nobody changes it.
     pub(crate) unsafe fn write_device(&self, offset: u64, memory: Window) -> Result<(), StoreError> {
-        self.transfer(Op::Write, offset, memory.len as u64, Memory::Device(memory))
+        // SAFETY: by this function's contract.
+        let sums = unsafe { self.sums_of(Op::Write, offset, memory) }?;
+        self.transfer(Op::Write, offset, memory.len as u64, Memory::Device(memory))?;
+        if let Some(sums) = sums {
+            lock(&self.seals).seal(offset, memory.len as u64, sums.into());
+        }
+        Ok(())
     }
 
     /// Reads into a part of the device's arena, where it lies.
@@ -218,7 +239,53 @@ impl Spill {
     ///
     /// Until this returns, nobody else touches it.
     pub(crate) unsafe fn read_device(&self, offset: u64, memory: Window) -> Result<(), StoreError> {
-        self.transfer(Op::Read, offset, memory.len as u64, Memory::Device(memory))
+        let wanted = lock(&self.seals).wanted(offset, memory.len as u64);
+        self.transfer(Op::Read, offset, memory.len as u64, Memory::Device(memory))?;
+        // SAFETY: by this function's contract.
+        let Some((wanted, got)) = wanted.zip(unsafe { self.sums_of(Op::Read, offset, memory) }?) else {
+            return Ok(());
+        };
+        let mut at = offset;
+        for ((&wanted, &got), len) in
+            wanted.iter().zip(&got).zip(self.files.pieces(offset, memory.len as u64))
+        {
+            if wanted != got {
+                let place = self.files.locate(at);
+                return Err(StoreError::Corrupt {
+                    path: self.files.file(place.file).path.clone(),
+                    offset: place.offset,
+                    bytes: Bytes(len as u64),
+                    extent: offset,
+                    wanted,
+                    got,
+                });
+            }
+            at += len as u64;
+        }
+        Ok(())
+    }
+
+    /// The checksums of a part of the device's arena, of each piece that requests move it in; nothing where there are to be
+    /// none.
+    ///
+    /// # Safety
+    ///
+    /// Until this returns, nobody changes it.
+    unsafe fn sums_of(&self, op: Op, offset: u64, memory: Window) -> Result<Option<Vec<u32>>, StoreError> {
+        let Some((device, streams)) = &self.sums else { return Ok(None) };
+        let stream = streams[usize::from(op == Op::Read)];
+        let pieces = self.files.pieces(offset, memory.len as u64);
+        let (mut all, mut at) = (Vec::new(), 0);
+        // A first piece that ends with a unit of the stripes may be shorter than the others, which are equal up to the last.
+        let first = pieces.take(1).next().unwrap_or(0);
+        for len in [first, memory.len - first].into_iter().filter(|&len| len > 0) {
+            let start = memory.start.wrapping_add(at);
+            // SAFETY: by this function's contract; extents and units begin at multiples of 64 bytes.
+            let sums = unsafe { device.checksums(stream, start, len, MAX_REQUEST) };
+            all.extend(sums.map_err(StoreError::of_device)?);
+            at += len;
+        }
+        Ok(Some(all))
     }
 
     /// Lets the kernel hold the store's host arena and the staging memory pinned for the requests of both directions, where
@@ -321,14 +388,14 @@ impl Spill {
     }
 
     fn job<'a>(&self, op: Op, offset: u64, len: u64, memory: Memory<'a>) -> Job<'a> {
-        let checksum = self.options.checksum == Checksum::Crc32c;
+        let sealed = self.options.checksum == Checksum::Crc32c;
+        // Device memory has its checksums made on the device.
+        let checksum = sealed && !matches!(memory, Memory::Device(_));
         let mut watch = Watch { checksum, values: self.options.debug_boundaries, wanted: None };
-        if checksum {
-            let mut seals = lock(&self.seals);
-            match op {
-                Op::Write => seals.open(offset, len),
-                Op::Read => watch.wanted = seals.wanted(offset, len),
-            }
+        match op {
+            Op::Write if sealed => lock(&self.seals).open(offset, len),
+            Op::Read if checksum => watch.wanted = lock(&self.seals).wanted(offset, len),
+            _ => {}
         }
         Job { files: Arc::clone(&self.files), offset, memory, watch }
     }
@@ -346,7 +413,7 @@ impl Spill {
                 BoundaryRecord { side, offset, bytes: Bytes(len), checksum: whole.checksum, f32, bf16 };
             lock(&self.records).push(record);
         }
-        if self.options.checksum == Checksum::Crc32c && op == Op::Write {
+        if self.options.checksum == Checksum::Crc32c && op == Op::Write && !notes.is_empty() {
             let checksums = notes.iter().map(|note| note.checksum).collect();
             lock(&self.seals).seal(offset, len, checksums);
         }

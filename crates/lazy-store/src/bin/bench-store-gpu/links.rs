@@ -6,8 +6,8 @@ use std::time::Instant;
 use cudarc::driver::sys;
 use lazy_store::cuda::Gpu;
 use lazy_store::{
-    BackendChoice, BoxError, Bytes, DeviceChoice, DirectChoice, Event, Extent, Lane, NvmeMode, NvmeOptions,
-    Store, StoreError, StoreOptions, Submission, Tier,
+    BackendChoice, BoxError, Bytes, Checksum, DeviceChoice, DirectChoice, Event, Extent, Lane, NvmeMode,
+    NvmeOptions, Store, StoreError, StoreOptions, Submission, Tier,
 };
 
 /// Bytes of one copy: an activation of a large model.
@@ -175,9 +175,10 @@ pub(crate) struct Spilled {
 }
 
 impl Spilled {
-    pub(crate) fn open(dir: &Path, backend: BackendChoice) -> Result<Self, BoxError> {
+    pub(crate) fn open(dir: &Path, backend: BackendChoice, checksum: Checksum) -> Result<Self, BoxError> {
         let nvme = NvmeOptions {
             backend,
+            checksum,
             direct: DirectChoice::Required,
             staging: STAGING,
             ..NvmeOptions::new(dir, Bytes(TOTAL))

@@ -16,7 +16,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use lazy_store::{BackendChoice, BoxError};
+use lazy_store::{BackendChoice, BoxError, Checksum};
 use serde_json::Value;
 
 use crate::rows::{Figures, alone, compared};
@@ -60,11 +60,40 @@ fn measure(flags: &Flags) -> Result<Vec<Value>, BoxError> {
     let mut rows = Vec::new();
     pinned(flags, &mut rows)?;
     for backend in [BackendChoice::Uring, BackendChoice::Cufile] {
-        if let Err(error) = spilled(flags, backend, &mut rows) {
+        if let Err(error) =
+            spilled(flags, backend, &mut rows).and_then(|()| checksummed(flags, backend, &mut rows))
+        {
             eprintln!("{backend:?}: {error}");
         }
     }
     Ok(rows)
+}
+
+/// The same with checksums, beside without.
+fn checksummed(flags: &Flags, backend: BackendChoice, rows: &mut Vec<Value>) -> Result<(), BoxError> {
+    let without = links::Spilled::open(&flags.dir, backend, Checksum::Off)?;
+    let with = links::Spilled::open(&flags.dir, backend, Checksum::Crc32c)?;
+    let (mut ours, mut theirs): ([Vec<f64>; 2], [Vec<f64>; 2]) = Default::default();
+    for round in 0..=flags.rounds {
+        // Who goes first changes: the drive is another one after much was written.
+        let (with, without) = if round % 2 == 0 {
+            let with = with.hbm()?;
+            (with, without.hbm()?)
+        } else {
+            let without = without.hbm()?;
+            (with.hbm()?, without)
+        };
+        for direction in (0..2).filter(|_| round > 0) {
+            ours[direction].push(with[direction]);
+            theirs[direction].push(without[direction]);
+        }
+    }
+    for (direction, name) in ["HBM to NVMe", "NVMe to HBM"].into_iter().enumerate() {
+        let name = format!("{name} with checksums, {}", with.mode().backend);
+        let theirs = Figures { label: "without", values: &theirs[direction] };
+        rows.extend(compared(&name, "GB/s", &ours[direction], &theirs, Some(Goal::AtLeast(0.98))));
+    }
+    Ok(())
 }
 
 /// Copies between HBM and pinned RAM.
@@ -95,8 +124,8 @@ fn pinned(flags: &Flags, rows: &mut Vec<Value>) -> Result<(), BoxError> {
 
 /// HBM to NVMe and back, beside the drive alone (host RAM to NVMe and back) and the other programs.
 fn spilled(flags: &Flags, backend: BackendChoice, rows: &mut Vec<Value>) -> Result<(), BoxError> {
-    let alone_store = links::Spilled::open(&flags.dir, BackendChoice::Uring)?;
-    let store = links::Spilled::open(&flags.dir, backend)?;
+    let alone_store = links::Spilled::open(&flags.dir, BackendChoice::Uring, Checksum::Off)?;
+    let store = links::Spilled::open(&flags.dir, backend, Checksum::Off)?;
     let mode = store.mode();
     eprintln!("{mode}");
     let mut others = match &flags.python {

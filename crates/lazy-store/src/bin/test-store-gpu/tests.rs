@@ -7,8 +7,8 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 use lazy_store::cuda::kernels::{Arg, Grid, Module};
 use lazy_store::cuda::{DeviceMemory, Gpu};
 use lazy_store::{
-    BackendChoice, BoxError, Bytes, DeviceChoice, DeviceRange, Lane, LinkLimits, NvmeOptions, QueueOrder,
-    Store, StoreError, StoreOptions, Stream, Submission, Tier,
+    BackendChoice, BoxError, Bytes, Checksum, DeviceChoice, DeviceRange, Lane, LinkLimits, NvmeOptions,
+    QueueOrder, Store, StoreError, StoreOptions, Stream, Submission, Tier,
 };
 
 use crate::{Context, check, fill, programs, spin, word};
@@ -22,6 +22,7 @@ pub(crate) const ALL: &[(&str, Test)] = &[
     ("a caller's slice is spilled, freed and brought back", slices),
     ("a caller's raw memory is put and filled in the order of its stream", raw_memory),
     ("HBM to NVMe and back through staging, every back end", staged),
+    ("t14 a byte changed on the drive is found, every back end", flipped),
     ("spans have the times of the streams", spans),
     ("t17 more than there is, and a failed pin, are typed errors and leave the GPU usable", too_much),
     ("what a GPU cannot do is refused by name", refusals),
@@ -182,30 +183,48 @@ fn raw_memory(context: &Context) -> Result<String, BoxError> {
     Ok(String::new())
 }
 
+/// A store that spills over one back end, or why there is none.
+fn spilling(
+    context: &Context,
+    backend: BackendChoice,
+    checksum: Checksum,
+) -> Result<Result<Store, String>, BoxError> {
+    let dir = context.dir.join("spill");
+    let nvme = NvmeOptions {
+        staging: Bytes(32 << 20),
+        backend,
+        checksum,
+        ..NvmeOptions::new(dir, Bytes(512 << 20))
+    };
+    let options = StoreOptions {
+        device: DeviceChoice::Cuda { ordinal: 0 },
+        hbm: Bytes(320 << 20),
+        host: Bytes(400 << 20),
+        nvme: Some(nvme),
+        poison: true,
+        ..StoreOptions::default()
+    };
+    match Store::open(options) {
+        Err(error @ StoreError::BackendRefused { .. }) => Ok(Err(error.to_string())),
+        other => Ok(Ok(other?)),
+    }
+}
+
+const BACKENDS: [BackendChoice; 3] = [BackendChoice::Uring, BackendChoice::Posix, BackendChoice::Cufile];
+
 fn staged(context: &Context) -> Result<String, BoxError> {
     let mut said = Vec::new();
-    for backend in [BackendChoice::Uring, BackendChoice::Posix, BackendChoice::Cufile] {
-        let nvme = NvmeOptions {
-            staging: Bytes(32 << 20),
-            backend,
-            ..NvmeOptions::new(&context.dir, Bytes(512 << 20))
-        };
-        let options = StoreOptions {
-            device: DeviceChoice::Cuda { ordinal: 0 },
-            hbm: Bytes(320 << 20),
-            host: Bytes(400 << 20),
-            nvme: Some(nvme),
-            poison: true,
-            ..StoreOptions::default()
-        };
-        let store = match Store::open(options) {
-            Err(error @ StoreError::BackendRefused { .. }) => {
-                said.push(error.to_string());
+    for (backend, checksum) in
+        BACKENDS.into_iter().flat_map(|b| [Checksum::Off, Checksum::Crc32c].map(|c| (b, c)))
+    {
+        let store = match spilling(context, backend, checksum)? {
+            Ok(store) => store,
+            Err(why) => {
+                said.push(why);
                 continue;
             }
-            other => other?,
         };
-        for (i, bytes) in [1, 513, 4097, 28_824_000, 100 << 20].into_iter().enumerate() {
+        for (i, bytes) in [1, 513, 4097, (1 << 20) + 4, 28_824_000, 100 << 20].into_iter().enumerate() {
             let host = store.reserve(Tier::Host, Bytes(bytes))?;
             let (hbm, back) =
                 (store.reserve(Tier::Hbm, Bytes(bytes))?, store.reserve(Tier::Hbm, Bytes(bytes))?);
@@ -214,12 +233,44 @@ fn staged(context: &Context) -> Result<String, BoxError> {
             store.copy("in", &host, &hbm, &[])?;
             store.copy("spill", &hbm, &nvme, &[])?;
             drop(hbm);
+            // Checksums made on one side are compared on the other.
+            let by_cpu = store.prefetch("by way of the CPU", &nvme, Tier::Host)?;
+            let wrong = differing(&store, &by_cpu, i as u32)?;
+            expect(wrong == 0, format!("{wrong} words of {bytes} bytes differ on the host"))?;
+            store.copy("spill again", &by_cpu, &nvme, &[])?;
             store.copy("bring back", &nvme, &back, &[])?;
             store.copy("out", &back, &host, &[])?;
             let wrong = differing(&store, &host, i as u32)?;
             expect(wrong == 0, format!("{wrong} words of {bytes} bytes differ"))?;
         }
-        said.push(store.nvme_mode().map_or_else(String::new, ToString::to_string));
+        if checksum == Checksum::Off {
+            said.push(store.nvme_mode().map_or_else(String::new, ToString::to_string));
+        }
+    }
+    Ok(said.join("; "))
+}
+
+fn flipped(context: &Context) -> Result<String, BoxError> {
+    use std::os::unix::fs::FileExt as _;
+    let mut said = Vec::new();
+    for backend in BACKENDS {
+        let Ok(store) = spilling(context, backend, Checksum::Crc32c)? else { continue };
+        let hbm = store.put("put", Tier::Hbm, vec![7; 5 << 20])?;
+        let nvme = store.prefetch("spill", &hbm, Tier::Nvme)?;
+        store.synchronize()?;
+        let file = std::fs::read_dir(context.dir.join("spill"))?.next().ok_or("no spill file")??.path();
+        let file = std::fs::OpenOptions::new().write(true).open(file)?;
+        file.write_all_at(&[6], nvme.offset() + (3 << 20) + 5)?;
+        file.sync_all()?;
+        store.copy("bring back", &nvme, &hbm, &[])?;
+        let error =
+            store.synchronize().err().ok_or(format!("{backend:?}: a changed byte was not noticed"))?;
+        let text = format!("{error}");
+        let found = std::iter::successors(Some(&error as &dyn std::error::Error), |e| e.source())
+            .any(|e| e.downcast_ref::<StoreError>().is_some_and(|e| matches!(e, StoreError::Corrupt { .. })));
+        expect(found, text.clone())?;
+        expect(!hbm.is_written(), "wrong bytes count as written")?;
+        said.push(format!("{backend:?}: {text}"));
     }
     Ok(said.join("; "))
 }
