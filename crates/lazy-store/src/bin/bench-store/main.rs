@@ -6,7 +6,8 @@
 //! fio.
 //!
 //! Both sides move the same number of bytes between memory and a file that was allocated and written before, with
-//! `O_DIRECT`, and take turns. The setting of the peer is the fastest of a short search over block sizes and queue depths. A goal counts
+//! `O_DIRECT`, and take turns. The setting of the peer is the fastest of a short search over block sizes and queue depths: once
+//! as fio comes, and once `tuned`, with buffers in huge pages and, like files, registered; the goals are the same. A goal counts
 //! as met where the interval of the median reaches it: drives are noisy. Reads are cold: neither side's go through the
 //! page cache, and the kernel's count of the bytes that it fetched from the drive for each read is a row of its own. What
 //! a virtual machine's host keeps in memory nobody can tell from inside; it serves both sides.
@@ -28,7 +29,6 @@ use std::path::{Path, PathBuf};
 use lazy_store::scratch::{self, RunDir};
 use serde_json::Value;
 
-use fio::Setting;
 use flags::Flags;
 use ours::{Ours, Way};
 use peer::{Candidates, Peer, PeerFile};
@@ -75,15 +75,6 @@ fn fill(bytes: &mut [u8], seed: u64) {
         state ^= state << 17;
         chunk.copy_from_slice(&state.to_le_bytes()[..chunk.len()]);
     }
-}
-
-/// A transfer, the peer's setting for it, and the goals.
-#[derive(Clone, Copy)]
-struct Beside {
-    transfer: Transfer,
-    setting: Setting,
-    rate: Option<Goal>,
-    cpu: Option<Goal>,
 }
 
 /// A run on one drive.
@@ -153,42 +144,27 @@ impl Bench {
 
     /// Sequential transfers, one direction and both, beside the peer's best.
     fn large_rows(&mut self) -> Outcome<Vec<Value>> {
-        let candidates = match self.quick {
-            true => Candidates { blocks: &[MIB, 4 * MIB], depths: &[4, 32], tries: 1 },
-            false => Candidates { blocks: &[MIB, 4 * MIB], depths: &[1, 2, 4, 8, 16, 32], tries: 1 },
-        };
-        let tried = self.large.min(256 * MIB);
-        let mut peers: Vec<Beside> = Vec::new();
+        let depths: &[u32] = if self.quick { &[4, 32] } else { &[1, 2, 4, 8, 16, 32] };
+        let mut peers = Vec::new();
         for transfer in [Transfer::Write, Transfer::Read, Transfer::Both] {
-            let setting = candidates.best(self.peer, &self.file.path, tried, transfer)?;
-            peers.push(Beside { transfer, setting, rate: Some(RATE), cpu: Some(CPU) });
+            for &tuned in self.tunings() {
+                let candidates = Candidates { blocks: &[MIB, 4 * MIB], depths, tuned };
+                let tried = self.large.min(256 * MIB);
+                peers.push((transfer, candidates.best(self.peer, &self.file.path, tried, transfer)?));
+            }
         }
         let mut rows = Vec::new();
         for extent in LARGE.into_iter().skip(usize::from(self.quick)) {
             let mut ours = Ours::open(&Way::URING, &self.dir, self.large, extent)?;
             eprintln!("bench store: {}", ours.mode());
-            if extent == LARGE[1] && self.peer == Peer::Fio && !self.quick {
-                // What fio can do with more than the queue depth and the block, beside what the goals speak of.
-                let more: Vec<Beside> = peers
-                    .iter()
-                    .filter(|peer| peer.transfer != Transfer::Both)
-                    .map(|peer| Beside {
-                        setting: Setting { registered: true, ..peer.setting },
-                        rate: None,
-                        cpu: None,
-                        ..*peer
-                    })
-                    .collect();
-                peers.extend(more);
-            }
-            for &Beside { transfer, setting, rate, cpu } in &peers {
+            for &(transfer, setting) in &peers {
                 let mut theirs = self.peer.open(&self.file.path, self.large, setting)?;
                 let name = format!("{}, {} MiB extents", transfer.name(), extent >> 20);
                 let pairs = self.compare(transfer, &mut ours, theirs.as_mut())?;
                 let label = theirs.label(transfer);
-                rows.extend(rate_row(&name, &pairs, &label, rate));
+                rows.extend(rate_row(&name, &pairs, &label, Some(RATE)));
                 if transfer != Transfer::Both {
-                    rows.extend(cpu_row(&name, &pairs, &label, cpu));
+                    rows.extend(cpu_row(&name, &pairs, &label));
                 }
             }
         }
@@ -196,17 +172,24 @@ impl Bench {
     }
 
     fn small_rows(&mut self) -> Outcome<Vec<Value>> {
-        let candidates = Candidates { blocks: &[SMALL], depths: &[1, 4, 8, 16, 32], tries: 1 };
         let mut ours = Ours::open(&Way::URING, &self.dir, self.small, SMALL)?;
         let mut rows = Vec::new();
         for transfer in [Transfer::Write, Transfer::Read] {
-            let setting = candidates.best(self.peer, &self.file.path, self.small, transfer)?;
-            let mut theirs = self.peer.open(&self.file.path, self.small, setting)?;
-            let pairs = self.compare(transfer, &mut ours, theirs.as_mut())?;
-            let name = format!("{}, 64 KiB extents, all submitted at once", transfer.name());
-            rows.extend(rate_row(&name, &pairs, &theirs.label(transfer), Some(SMALL_RATE)));
+            for &tuned in self.tunings() {
+                let candidates = Candidates { blocks: &[SMALL], depths: &[1, 4, 8, 16, 32], tuned };
+                let setting = candidates.best(self.peer, &self.file.path, self.small, transfer)?;
+                let mut theirs = self.peer.open(&self.file.path, self.small, setting)?;
+                let pairs = self.compare(transfer, &mut ours, theirs.as_mut())?;
+                let name = format!("{}, 64 KiB extents, all submitted at once", transfer.name());
+                rows.extend(rate_row(&name, &pairs, &theirs.label(transfer), Some(SMALL_RATE)));
+            }
         }
         Ok(rows)
+    }
+
+    /// A quick run has the faster peer only.
+    fn tunings(&self) -> &'static [bool] {
+        if self.quick { &[true] } else { &[false, true] }
     }
 
     /// One way to open a store beside the usual one.
@@ -237,9 +220,9 @@ fn rate_row(name: &str, pairs: &Pairs, label: &str, goal: Option<Goal>) -> Optio
     Some(row)
 }
 
-fn cpu_row(name: &str, pairs: &Pairs, label: &str, goal: Option<Goal>) -> Option<Value> {
+fn cpu_row(name: &str, pairs: &Pairs, label: &str) -> Option<Value> {
     let [ours, theirs] =
         [&pairs.ours, &pairs.theirs].map(|side| side.iter().map(|s| s.cpu_per_gb()).collect::<Vec<_>>());
     let name = format!("{name}: CPU time");
-    compared(&name, "CPU s/GB", &ours, &Figures { label, values: &theirs }, goal)
+    compared(&name, "CPU s/GB", &ours, &Figures { label, values: &theirs }, Some(CPU))
 }

@@ -76,7 +76,8 @@ pub(crate) fn open_direct(path: &Path, create: bool) -> Outcome<File> {
 pub(crate) struct Candidates {
     pub(crate) blocks: &'static [u64],
     pub(crate) depths: &'static [u32],
-    pub(crate) tries: usize,
+    /// [`Setting::tuned`].
+    pub(crate) tuned: bool,
 }
 
 impl Candidates {
@@ -85,14 +86,14 @@ impl Candidates {
         let mut settings = Vec::new();
         for &block in self.blocks {
             for &depth in self.depths {
-                let setting = |&two_jobs| Setting { block, depth, two_jobs, registered: false };
+                let setting = |&two_jobs| Setting { block, depth, two_jobs, tuned: self.tuned };
                 settings.extend(layouts.iter().map(setting));
             }
         }
         settings
     }
 
-    /// The setting with the fastest run of all.
+    /// The setting with the fastest run.
     pub(crate) fn best(&self, peer: Peer, file: &Path, bytes: u64, transfer: Transfer) -> Outcome<Setting> {
         let mut found: Option<(f64, Setting)> = None;
         for setting in self.settings(transfer) {
@@ -101,11 +102,9 @@ impl Candidates {
                 continue;
             }
             let mut side = peer.open(file, bytes, setting)?;
-            for _ in 0..self.tries {
-                let rate = side.run(transfer)?.rate();
-                if found.is_none_or(|(best, _)| rate > best) {
-                    found = Some((rate, setting));
-                }
+            let rate = side.run(transfer)?.rate();
+            if found.is_none_or(|(best, _)| rate > best) {
+                found = Some((rate, setting));
             }
         }
         let (rate, setting) = found.ok_or("nothing to try")?;
@@ -120,11 +119,12 @@ mod tests {
 
     #[test]
     fn mixed_transfers_are_tried_with_one_job_and_with_two() {
-        let candidates = Candidates { blocks: &[1, 2], depths: &[1, 2, 4], tries: 1 };
+        let candidates = Candidates { blocks: &[1, 2], depths: &[1, 2, 4], tuned: true };
         assert_eq!(candidates.settings(Transfer::Write).len(), 6);
         assert!(candidates.settings(Transfer::Read).iter().all(|setting| !setting.two_jobs));
         let both = candidates.settings(Transfer::Both);
         assert_eq!(both.iter().filter(|setting| setting.two_jobs).count(), 6);
         assert_eq!(both.len(), 12);
+        assert!(both.iter().all(|setting| setting.tuned));
     }
 }

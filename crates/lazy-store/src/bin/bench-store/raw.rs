@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use io_uring::{IoUring, opcode, types};
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapMut};
 
 use crate::Outcome;
 use crate::fio::Setting;
@@ -27,6 +27,10 @@ impl Raw {
         let ring = IoUring::new(setting.depth).map_err(|error| format!("no io_uring: {error}"))?;
         let len = setting.block as usize * setting.depth as usize;
         let mut memory = MmapMut::map_anon(len).map_err(|error| format!("no memory: {error}"))?;
+        if setting.tuned {
+            // Where there are none, small ones serve.
+            let _ = memory.advise(Advice::HugePage);
+        }
         crate::fill(&mut memory, 1);
         Ok(Raw { file, bytes, setting, ring, memory: Some(memory), in_flight: 0 })
     }
@@ -112,7 +116,7 @@ mod tests {
         let dir = tempfile::tempdir_in(std::env::current_exe().unwrap().parent().unwrap()).unwrap();
         let file = PeerFile::create(dir.path(), 1 << 20).unwrap();
         let before = std::fs::read(&file.path).unwrap();
-        let setting = Setting { block: 64 << 10, depth: 5, two_jobs: false, registered: false };
+        let setting = Setting { block: 64 << 10, depth: 5, two_jobs: false, tuned: false };
         // A kernel or sandbox may refuse io_uring.
         let Ok(mut raw) = Raw::open(&file.path, 1 << 20, setting) else { return };
         raw.run(Transfer::Read).unwrap();
