@@ -45,22 +45,23 @@ impl Hbm {
 }
 
 impl Mapping {
+    /// Memory whose pages are taken as they are touched, large ones where there are any.
     pub(crate) fn new(what: &'static str, bytes: Bytes) -> Result<Self, StoreError> {
         let refused = |source| StoreError::Memory { what, bytes, source };
         let len =
             usize::try_from(bytes.get()).map_err(|_| refused(std::io::ErrorKind::OutOfMemory.into()))?.max(1);
         let map = MmapOptions::new().len(len).no_reserve_swap().map_anon().map_err(refused)?;
+        // Without large pages everything works, but a drive that is given its requests page by page can be four times slower.
+        let _ = map.advise(Advice::HugePage);
         Ok(Mapping { pin: None, map: map.into(), len: bytes.get() })
     }
 
-    /// Takes all pages from the system, large ones where there are any, and pins them for a device.
+    /// Takes all pages from the system and pins them for a device.
     pub(crate) fn pin(&mut self, what: &'static str, device: &Arc<dyn Device>) -> Result<(), StoreError> {
         let refused = |source| StoreError::Memory { what, bytes: Bytes(self.len), source };
         if self.len == 0 {
             return Ok(());
         }
-        // Without large pages everything works, a little slower.
-        let _ = self.map.advise(Advice::HugePage);
         // Taken now: a lack of memory is an error here and not the end of the process in the middle of a step. Systems
         // that do not know this take the pages while they pin them.
         match self.map.advise(Advice::PopulateWrite) {

@@ -109,7 +109,7 @@ impl Bench {
         // Long enough for a rate, short enough for all rows; an even number of the largest extents.
         let step = 128 * MIB;
         let large = ((file.rate * seconds) as u64 / step * step).clamp(least * MIB, most * MIB);
-        let small = if flags.quick { 32 * MIB } else { 128 * MIB };
+        let small = large / 2;
         eprintln!(
             "bench store: {} pairs of {} MiB, small extents of {} MiB",
             flags.pairs,

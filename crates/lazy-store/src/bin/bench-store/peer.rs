@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapMut};
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 
 use crate::Outcome;
@@ -47,6 +47,8 @@ impl PeerFile {
         let file = open_direct(&path, true)?;
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(failed)?;
         let mut memory = MmapMut::map_anon(FILL).map_err(|error| format!("no memory: {error}"))?;
+        // Where there are none, small ones serve.
+        let _ = memory.advise(Advice::HugePage);
         crate::fill(&mut memory, 0);
         let start = Instant::now();
         let mut at = 0;
