@@ -104,7 +104,7 @@ impl Bench {
                 Peer::Raw
             }
         };
-        let (least, most, seconds) = if flags.quick { (128, 256, 0.3) } else { (256, 1024, 1.2) };
+        let (least, most, seconds) = if flags.quick { (128, 256, 0.3) } else { (256, 512, 0.5) };
         let file = PeerFile::create(dir, most * MIB)?;
         // Long enough for a rate, short enough for all rows; an even number of the largest extents.
         let step = 128 * MIB;
