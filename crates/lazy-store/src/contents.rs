@@ -51,7 +51,8 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// [`StoreError::NotWritten`], and whatever failed before: as [`Store::synchronize`] reports it.
+    /// [`StoreError::NotWritten`], and whatever failed before: as [`Store::synchronize`] reports it, or
+    /// [`StoreError::Skipped`] if somebody else was told of that meanwhile.
     pub fn get(&self, extent: &Extent) -> Result<Vec<u8>, StoreError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let (reads, spill) = ([extent], self.inner().spill.clone());
@@ -64,7 +65,7 @@ impl Store {
         let (offset, len) = (extent.offset(), extent.bytes().get() as usize);
         let event = match (extent.tier(), spill, self.inner().device.clone()) {
             (Tier::Hbm, _, Some(device)) => self.enqueue(task, Kind::Host, move |views| {
-                let mut bytes = vec![0; len];
+                let mut bytes = zeroed(len)?;
                 let mut copy =
                     DeviceCopy::new(Arc::clone(&device), device.stream(lane), views.reads[0], true);
                 copy.start(0, 0, &mut bytes)?;
@@ -72,7 +73,7 @@ impl Store {
                 Ok(sender.send(bytes)?)
             }),
             (Tier::Nvme, Some(spill), _) => self.enqueue_access(task, move |_| {
-                let mut bytes = vec![0; len];
+                let mut bytes = zeroed(len)?;
                 spill.read(offset, &mut bytes)?;
                 Ok(sender.send(bytes)?)
             }),
@@ -81,9 +82,7 @@ impl Store {
         event.wait();
         receiver.try_recv().or_else(|_| {
             self.synchronize()?;
-            // Somebody else was told of the failure.
-            let (tier, offset, bytes) = (extent.tier(), extent.offset(), extent.bytes());
-            Err(StoreError::NotWritten { task: "get".to_owned(), tier, offset, bytes })
+            Err(StoreError::Skipped { task: "get".to_owned() })
         })
     }
 
@@ -103,4 +102,15 @@ impl Store {
         self.copy(name, extent, &copy, &[])?;
         Ok(copy)
     }
+}
+
+fn zeroed(len: usize) -> Result<Vec<u8>, StoreError> {
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len).map_err(|_| StoreError::Memory {
+        what: "a copy of an extent",
+        bytes: Bytes(len as u64),
+        source: std::io::ErrorKind::OutOfMemory.into(),
+    })?;
+    bytes.resize(len, 0);
+    Ok(bytes)
 }

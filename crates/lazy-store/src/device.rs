@@ -44,15 +44,23 @@ pub(crate) trait Device: Send + Sync {
     /// Waits until `mark` is reached. An error says that work before it failed.
     fn synchronize(&self, mark: &Mark) -> Result<(), BoxError>;
 
+    /// Waits for everything on a stream, where no mark could be made to wait for.
+    fn drain(&self, stream: Stream);
+
+    /// Refuses a caller's stream that cannot be ordered against others.
+    fn check_stream(&self, _stream: Stream) -> Result<(), BoxError> {
+        Ok(())
+    }
+
     /// Seconds from one mark to another, both reached.
     fn seconds(&self, from: &Mark, to: &Mark) -> Result<f64, BoxError>;
 
-    /// Puts a copy between host memory and its own, or within its own, on a stream.
+    /// Puts a copy between host memory and its own, or within its own, on a stream. With host memory that it did not pin,
+    /// the call may wait for the copy.
     ///
     /// # Safety
     ///
-    /// Both ranges stay valid, and used by nobody else against the order of the streams, until the copy is done; host
-    /// memory is pinned by this device.
+    /// Both ranges stay valid, and used by nobody else against the order of the streams, until the copy is done.
     unsafe fn copy(&self, stream: Stream, from: *const u8, to: *mut u8, len: usize) -> Result<(), BoxError>;
 
     /// Puts a fill of its own memory or of host memory that it pinned on a stream.
@@ -132,7 +140,8 @@ impl StagedCopy for DeviceCopy {
         // SAFETY: the extent is held by the task that this belongs to, the slot belongs to the copy until `wait`, and both
         // are waited for in `drop`.
         unsafe { self.device.copy(self.stream, from, to, staging.len()) }?;
-        let mark = Arc::clone(&self.device).mark(self.stream)?;
+        let mark =
+            Arc::clone(&self.device).mark(self.stream).inspect_err(|_| self.device.drain(self.stream))?;
         if self.marks.len() <= slot {
             self.marks.resize_with(slot + 1, || None);
         }

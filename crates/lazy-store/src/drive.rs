@@ -12,7 +12,7 @@ use lazy_model::{Bytes, BytesPerSecond, Lane};
 use crate::batch;
 use crate::device::{Device, Mark};
 use crate::error::{BoxError, StoreError};
-use crate::lanes::{Finished, Issued, Kind, Started, Work};
+use crate::lanes::{Finished, Issued, Kept, Kind, Started, Work};
 use crate::store::{Inner, State};
 
 /// Starts the thread of one lane.
@@ -85,17 +85,46 @@ fn start_next(inner: &Inner, lane: Lane) {
 /// Waits for the oldest task in flight on a lane's stream, if there is one.
 fn complete_next(inner: &Inner, device: &dyn Device, lane: Lane) {
     let state = inner.lock();
-    let Some(end) = state.lanes.oldest_in_flight(lane) else { return };
+    let Some((begin, end)) = state.lanes.oldest_in_flight(lane) else { return };
     let base = state.lanes.base();
     drop(state);
-    let result = end.map_or(Ok(()), |end| device.synchronize(&end));
+    let (result, times) = completion(device, base, begin.as_deref(), end.as_deref());
+    let now = Instant::now();
     let mut state = inner.lock();
-    if let Some(issued) = state.lanes.take_in_flight(lane) {
-        let finished = complete(device, issued, result, base);
-        state.lanes.finish(finished);
-    }
+    let Some(Issued { token, name, at, skipped, ticket, kept, .. }) = state.lanes.take_in_flight(lane) else {
+        return;
+    };
+    let result = result.map_err(|source| StoreError::Task { task: name, lane, source });
+    let (start, end) = times.unwrap_or((at, now));
+    state.lanes.finish(Finished { token, start, end, result, skipped, ticket });
     drop(state);
     inner.changed.notify_all();
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(kept)));
+}
+
+/// Waits for the end of a task, and says when it ran.
+fn completion(
+    device: &dyn Device,
+    base: Option<(Arc<Mark>, Instant)>,
+    begin: Option<&Mark>,
+    end: Option<&Mark>,
+) -> (Result<(), BoxError>, Option<(Instant, Instant)>) {
+    let wait_and_time = || {
+        let Some(end) = end else { return Ok(None) };
+        device.synchronize(end)?;
+        let time = |mark: &Mark| {
+            let (base, instant) = base.as_ref()?;
+            let since = device.seconds(base, mark).ok()?;
+            instant.checked_add(Duration::try_from_secs_f64(since).ok()?)
+        };
+        Ok(begin.and_then(|begin| Some((time(begin)?, time(end)?))))
+    };
+    // A thread that ended here would leave everybody waiting.
+    match catch_unwind(AssertUnwindSafe(wait_and_time)) {
+        Ok(Ok(times)) => (Ok(()), times),
+        Ok(Err(error)) => (Err(error), None),
+        Err(panic) => (Err(message(&*panic).into()), None),
+    }
 }
 
 /// Puts one task on its stream, outside the lock.
@@ -103,51 +132,40 @@ fn issue(device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
     let Started { token, marks, name, work, skip, ticket, .. } = task;
     let at = Instant::now();
     let mut issued =
-        Issued { token, name, begin: None, end: None, at, result: Ok(()), skipped: skip, ticket };
+        Issued { token, name, begin: None, end: None, at, result: Ok(()), skipped: skip, ticket, kept: None };
     if skip {
         let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
         return issued;
     }
     let stream = device.stream(token.lane);
+    let failed = |source| StoreError::Task { task: issued.name.clone(), lane: token.lane, source };
     let place = || Ok::<_, BoxError>(Arc::new(Arc::clone(device).mark(stream)?));
-    let ordered = marks.iter().try_for_each(|mark| device.wait(stream, mark));
-    issued.result = ordered
-        .and_then(|()| {
-            issued.begin = if timed { Some(place()?) } else { None };
-            Ok(())
-        })
-        .map_err(|source| StoreError::Task { task: issued.name.clone(), lane: token.lane, source })
-        .and_then(|()| call(&issued.name, token.lane, work));
-    // Whatever the task put on the stream before it failed is waited for, too.
-    match place() {
-        Ok(end) => issued.end = Some(end),
-        Err(source) if issued.result.is_ok() => {
-            issued.result = Err(StoreError::Task { task: issued.name.clone(), lane: token.lane, source });
+    let begun = device
+        .bind()
+        .and_then(|()| marks.iter().try_for_each(|mark| device.wait(stream, mark)))
+        .and_then(|()| if timed { place().map(Some) } else { Ok(None) });
+    let result = match begun {
+        Ok(begin) => {
+            issued.begin = begin;
+            call(&issued.name, token.lane, work).map(|kept| issued.kept = kept)
         }
-        Err(_) => {}
-    }
-    issued
-}
-
-/// What is left of a stream task whose end was reached.
-fn complete(
-    device: &dyn Device,
-    issued: Issued,
-    reached: Result<(), BoxError>,
-    base: Option<(Arc<Mark>, Instant)>,
-) -> Finished {
-    let Issued { token, name, begin, end, at, result, skipped, ticket } = issued;
-    let result =
-        result.and(reached.map_err(|source| StoreError::Task { task: name, lane: token.lane, source }));
-    let now = Instant::now();
-    let time = |mark: &Mark| {
-        let (base, instant) = base.as_ref()?;
-        let since = device.seconds(base, mark).ok()?;
-        instant.checked_add(Duration::try_from_secs_f64(since).ok()?)
+        Err(source) => {
+            let error = failed(source);
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
+            Err(error)
+        }
     };
-    let timed = result.is_ok().then(|| Some((time(begin.as_deref()?)?, time(end.as_deref()?)?))).flatten();
-    let (start, end) = timed.unwrap_or((at, now));
-    Finished { token, start, end, result, skipped, ticket }
+    // Whatever the task put on the stream before it failed is waited for, too. It may have made another device current.
+    let end = device.bind().and_then(|()| place()).inspect_err(|_| device.drain(stream));
+    issued.result = result.and_then(|()| {
+        issued.end = Some(end.map_err(|source| StoreError::Task {
+            task: issued.name.clone(),
+            lane: token.lane,
+            source,
+        })?);
+        Ok(())
+    });
+    issued
 }
 
 /// Waits until `reached` holds; in the seeded order, by running tasks.
@@ -193,7 +211,7 @@ fn choices(inner: &Inner, state: &State) -> Vec<Choice> {
     if let Some(device) = &inner.device {
         let done = |lane: &Lane| {
             let end = state.lanes.oldest_in_flight(*lane);
-            end.is_some_and(|end| end.is_none_or(|end| device.is_reached(&end)))
+            end.is_some_and(|(_, end)| end.is_none_or(|end| device.is_reached(&end)))
         };
         choices.extend(Lane::ALL.into_iter().filter(done).map(Choice::Complete));
         choices.extend(device.can_advance().then_some(Choice::Advance));
@@ -210,7 +228,7 @@ fn run(inner: &Inner, task: Started) -> Finished {
         let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
         Ok(())
     } else {
-        let result = call(&name, token.lane, work);
+        let result = call(&name, token.lane, work).map(drop);
         slow_down(inner.limit(token.lane), bytes, start);
         result
     };
@@ -218,10 +236,10 @@ fn run(inner: &Inner, task: Started) -> Finished {
 }
 
 /// Calls a task; a panic is an error that names it.
-fn call(name: &str, lane: Lane, work: Work) -> Result<(), StoreError> {
+fn call(name: &str, lane: Lane, work: Work) -> Result<Kept, StoreError> {
     let task = || name.to_owned();
     match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(Ok(())) => Ok(()),
+        Ok(Ok(kept)) => Ok(kept),
         Ok(Err(source)) => Err(StoreError::Task { task: task(), lane, source }),
         Err(panic) => Err(StoreError::Panicked { task: task(), lane, message: message(&*panic) }),
     }

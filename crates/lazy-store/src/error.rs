@@ -393,6 +393,14 @@ pub enum StoreError {
         /// The driver's reason.
         reason: String,
     },
+    /// A task did not run.
+    #[error(
+        "task `{task}` did not run: an earlier one had failed, and another caller was told of that; submit it again"
+    )]
+    Skipped {
+        /// The task's name.
+        task: String,
+    },
     /// The device in use cannot do what was asked.
     #[error("{device} cannot {what}: {instead}")]
     Device {

@@ -18,7 +18,13 @@ use crate::error::{BoxError, StoreError};
 use crate::spill::Transfer;
 
 /// What a task does when it runs.
-pub(crate) type Work = Box<dyn FnOnce() -> Result<(), BoxError> + Send>;
+pub(crate) type Work = Box<dyn FnOnce() -> Result<Kept, BoxError> + Send>;
+
+/// What a stream task leaves behind to be dropped when it completes.
+pub(crate) type Kept = Option<Box<dyn Send>>;
+
+/// Spans kept for those who take them; the oldest go first.
+const MOST_RECORDS: usize = 1 << 20;
 
 /// Where the work of a task is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,7 +96,11 @@ pub(crate) struct Issued {
     pub(crate) result: Result<(), StoreError>,
     pub(crate) skipped: bool,
     pub(crate) ticket: Ticket,
+    pub(crate) kept: Kept,
 }
+
+/// Begin and end of a task on its stream, where it has them.
+type Places = (Option<Arc<Mark>>, Option<Arc<Mark>>);
 
 #[derive(Default)]
 struct Queue {
@@ -189,6 +199,9 @@ impl Lanes {
         if self.origin.is_some() {
             let name = name.clone();
             let waits = (kind == Kind::Stream).then_some(waits);
+            if self.records.len() >= MOST_RECORDS {
+                self.records.pop_first();
+            }
             self.records.insert(record, Record { token, name, bytes, waits, blocked_on: None, ran: None });
         }
         let queue = &mut self.queues[slot(lane)];
@@ -289,9 +302,9 @@ impl Lanes {
         queue.in_flight.push_back(issued);
     }
 
-    /// Whether `lane` has issued a task that has not completed, and the end of the oldest.
-    pub(crate) fn oldest_in_flight(&self, lane: Lane) -> Option<Option<Arc<Mark>>> {
-        self.queues[slot(lane)].in_flight.front().map(|task| task.end.clone())
+    /// Whether `lane` has issued a task that has not completed, and the begin and the end of the oldest.
+    pub(crate) fn oldest_in_flight(&self, lane: Lane) -> Option<Places> {
+        self.queues[slot(lane)].in_flight.front().map(|task| (task.begin.clone(), task.end.clone()))
     }
 
     /// Takes the oldest task in flight, to be finished.

@@ -141,14 +141,14 @@ impl Store {
         let hbm = self.reserve(Tier::Hbm, bytes)?;
         let host = self.reserve(Tier::Host, bytes)?;
         let fill =
-            Submission { writes: &[&hbm], ..Submission::new(Lane::Compute, "fill for the link probe") };
+            Submission { writes: &[&host], ..Submission::new(Lane::Compute, "fill for the link probe") };
         self.submit(fill, |access| {
             // Not zeros: some drives store those without writing them.
             access.write(0).iter_mut().enumerate().for_each(|(i, byte)| *byte = (i % 251) as u8);
             Ok(())
         })?;
         // The first copy touches the pages, and is not timed.
-        self.copy("link probe", &hbm, &host, &[])?.wait();
+        self.copy("link probe", &host, &hbm, &[])?.wait();
         let d2h = self.rate(&hbm, &host)?;
         let h2d = self.rate(&host, &hbm)?;
         let (mut nvme_write, mut nvme_read) = (None, None);

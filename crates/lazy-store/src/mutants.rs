@@ -92,7 +92,7 @@ impl Mutant {
                 } else {
                     work()?;
                 }
-                earlier.map_or(Ok(()), |work| work())
+                earlier.map_or(Ok(None), |work| work())
             });
         }
         let _ = lane;

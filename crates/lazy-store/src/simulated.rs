@@ -119,6 +119,11 @@ impl Device for Simulated {
         self.lock().failure.take().map_or(Ok(()), Err)
     }
 
+    fn drain(&self, stream: Stream) {
+        let index = stream.0.addr().wrapping_sub(1);
+        while self.lock().streams.get(index).is_some_and(|queue| !queue.is_empty()) && self.advance() {}
+    }
+
     fn seconds(&self, _from: &Mark, _to: &Mark) -> Result<f64, BoxError> {
         Err("a simulated device has no clock".into())
     }

@@ -15,7 +15,7 @@ use crate::drive;
 use crate::error::{BoxError, StoreError};
 
 use crate::io::Op;
-use crate::lanes::{Kind, Lanes, Work};
+use crate::lanes::{Kept, Kind, Lanes, Work};
 use crate::memory::{Access, Hbm, Mapping, StreamAccess, View};
 use crate::mutants::{Mutant, Source, Wait};
 use crate::options::{DeviceChoice, LinkLimits, NvmeMode, QueueOrder, StoreOptions};
@@ -455,7 +455,8 @@ impl Store {
 
     /// Queues a task that puts its work on the device's stream for its lane. Returns at once; `issue` is called on another
     /// thread, often long before what the task waits for has run: the stream waits for that. It must put work on that stream
-    /// only, and wait for nothing. The extents stay as they are until that work has run.
+    /// only, and wait for nothing. The extents stay as they are until that work has run; what `issue` owns is dropped when it
+    /// returns.
     ///
     /// # Errors
     ///
@@ -499,12 +500,22 @@ impl Store {
         })
     }
 
-    /// Queues a task. The one place where anything is.
+    /// [`Store::enqueue_keeping`], of a task that leaves nothing behind.
     pub(crate) fn enqueue(
         &self,
         task: Submission<'_>,
         kind: Kind,
         run: impl FnOnce(Views) -> Result<(), BoxError> + Send + 'static,
+    ) -> Result<Event, StoreError> {
+        self.enqueue_keeping(task, kind, |views| run(views).map(|()| None))
+    }
+
+    /// Queues a task; what it returns is dropped when it has completed.
+    pub(crate) fn enqueue_keeping(
+        &self,
+        task: Submission<'_>,
+        kind: Kind,
+        run: impl FnOnce(Views) -> Result<Kept, BoxError> + Send + 'static,
     ) -> Result<Event, StoreError> {
         self.enqueue_any(task, kind, None, run)
     }
@@ -528,16 +539,18 @@ impl Store {
                 Op::Write => spill.write(offset, access.read(0))?,
                 Op::Read => spill.read(offset, access.write(0))?,
             }
-            Ok(())
+            Ok(None)
         })
     }
 
+    /// Queues a task, which may be a transfer that can be carried out together with others. The one place where anything is
+    /// queued.
     fn enqueue_any(
         &self,
         task: Submission<'_>,
         kind: Kind,
         transfer: Option<(Op, u64)>,
-        run: impl FnOnce(Views) -> Result<(), BoxError> + Send + 'static,
+        run: impl FnOnce(Views) -> Result<Kept, BoxError> + Send + 'static,
     ) -> Result<Event, StoreError> {
         let inner = self.inner();
         self.check(&task)?;
@@ -598,7 +611,8 @@ impl Store {
     /// # Errors
     ///
     /// The first failure since the last call, which this clears. Extents whose last writer failed, or did not run because
-    /// of the failure, count as never written; everything else is as it was, and the store can be used on.
+    /// of the failure, count as never written; everything else is as it was, and the store can be used on, except after a
+    /// kernel's fault: the driver then ends the GPU's context, every later task fails, and only a new process helps.
     pub fn synchronize(&self) -> Result<(), StoreError> {
         let mut state = drive::wait_until(self.inner(), |s| s.lanes.idle());
         let Some((failure, voided)) = state.lanes.take_failure() else { return Ok(()) };
@@ -609,7 +623,7 @@ impl Store {
     }
 
     /// Begins a step: sets the time origin of spans, drops those not taken, and sets every tier's peak to what is live.
-    /// Spans are recorded from the first call on.
+    /// Spans are recorded from the first call on; of those that nobody takes, the last million or so are kept.
     pub fn start_step(&self) {
         if let Some(spill) = &self.inner().spill {
             spill.start_step();

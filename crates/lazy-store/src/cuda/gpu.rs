@@ -10,8 +10,8 @@ use lazy_model::Bytes;
 use super::{failed, library};
 use crate::error::StoreError;
 
-/// The oldest driver interface that has all that is used here: CUDA 12.0.
-const OLDEST_DRIVER: i32 = 12_000;
+/// The oldest driver interface that has all that is used here, CUDA 12.8: events are timed by a function that is new there.
+const OLDEST_DRIVER: i32 = 12_080;
 
 /// The primary context of one GPU, which frameworks share. Cheap to clone.
 #[derive(Clone)]
@@ -41,9 +41,11 @@ pub fn device_count() -> Result<usize, StoreError> {
         .map_err(asked("ask the driver's version"))?;
     if version < OLDEST_DRIVER {
         let reason = format!(
-            "the driver knows CUDA {}.{} and this needs 12.0; install a newer driver",
+            "the driver knows CUDA {}.{} and this needs {}.{}; install a newer driver",
             version / 1000,
-            version % 1000 / 10
+            version % 1000 / 10,
+            OLDEST_DRIVER / 1000,
+            OLDEST_DRIVER % 1000 / 10
         );
         return Err(StoreError::Cuda { what: "use the driver", reason });
     }
@@ -65,8 +67,6 @@ impl Gpu {
             return Err(StoreError::Cuda { what: "open that GPU", reason });
         }
         let context = CudaContext::new(ordinal).map_err(|e| failed("open the GPU", e))?;
-        // SAFETY: nothing is allocated through this context object; whoever uses this orders its streams itself.
-        unsafe { context.disable_event_tracking() };
         let asked = |e| failed("ask what the GPU is", e);
         let attribute = |a| context.attribute(a).map(i32::unsigned_abs).map_err(asked);
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -106,7 +106,10 @@ impl Gpu {
     ///
     /// [`StoreError::Cuda`].
     pub fn bind(&self) -> Result<(), StoreError> {
-        self.context.bind_to_thread().map_err(|e| failed("make the GPU current", e))
+        // Not the context's own method: that reports what ailed others who use the same object.
+        // SAFETY: the context is retained for as long as this lives.
+        unsafe { result::ctx::set_current(self.context.cu_ctx()) }
+            .map_err(|e| failed("make the GPU current", e))
     }
 }
 

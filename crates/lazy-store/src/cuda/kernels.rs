@@ -3,7 +3,8 @@
 //! The compiler (NVRTC) is loaded at run time. What it made is kept in memory for the life of the process and on disk in
 //! the user's cache folder, under the hash of everything that went into it.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::fmt;
 use std::fmt::Write as _;
@@ -19,15 +20,19 @@ use super::{failed, library};
 use crate::device::Stream;
 use crate::error::StoreError;
 
+/// The oldest compiler that has all that is used here.
+const OLDEST_COMPILER: i32 = 12;
 /// First bytes of a file of the cache; the last counts its versions.
 const MAGIC: &[u8; 8] = b"lazykrn\x01";
 
-/// Compiled kernels, loaded on one GPU. Cheap to clone; unloaded with its last clone and kernel.
+/// Compiled kernels, loaded on one GPU until the process ends: what is launched may still be running when its last handle
+/// goes. Cheap to clone; the same source is loaded once.
 #[derive(Clone)]
 pub struct Module {
     loaded: Arc<Loaded>,
 }
 
+/// Never unloaded.
 struct Loaded {
     name: String,
     module: driver::CUmodule,
@@ -105,7 +110,20 @@ impl Module {
     /// [`StoreError::LibraryMissing`] without NVRTC, [`StoreError::Kernel`] with the compiler's messages,
     /// [`StoreError::Cuda`].
     pub fn compile(gpu: &Gpu, name: &str, source: &str, options: &[&str]) -> Result<Module, StoreError> {
-        let code = compiled(gpu, name, source, options)?;
+        static LOADED: Mutex<BTreeMap<(usize, String), Module>> = Mutex::new(BTreeMap::new());
+        let options = all_options(gpu, options)?;
+        let key = key(source, &options, compiler_version()?);
+        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        match loaded.entry((gpu.context().ordinal(), key)) {
+            Entry::Occupied(known) => Ok(known.get().clone()),
+            Entry::Vacant(free) => {
+                let code = compiled(name, source, &options, &free.key().1)?;
+                Ok(free.insert(Module::load(gpu, name, &code)?).clone())
+            }
+        }
+    }
+
+    fn load(gpu: &Gpu, name: &str, code: &[u8]) -> Result<Module, StoreError> {
         gpu.bind()?;
         let mut module = std::ptr::null_mut();
         // SAFETY: `code` is a whole image made by the compiler, and lives through the call.
@@ -182,15 +200,6 @@ impl Kernel {
     }
 }
 
-impl Drop for Loaded {
-    fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
-            // SAFETY: loaded by `compile`; no kernel of it is left. The driver keeps it until its launches have run.
-            let _ = unsafe { driver::cuModuleUnload(self.module) };
-        }
-    }
-}
-
 impl fmt::Debug for Module {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "kernels {}", self.loaded.name)
@@ -203,38 +212,30 @@ impl fmt::Debug for Kernel {
     }
 }
 
-/// Machine code of `source` for the GPU: kept from before, or compiled now.
-fn compiled(gpu: &Gpu, name: &str, source: &str, options: &[&str]) -> Result<Arc<[u8]>, StoreError> {
-    static KEPT: Mutex<Option<HashMap<String, Arc<[u8]>>>> = Mutex::new(None);
+/// The caller's options, the GPU's architecture, and where CUDA's headers are. Loads the compiler.
+fn all_options(gpu: &Gpu, options: &[&str]) -> Result<Vec<String>, StoreError> {
     library::load("NVRTC, the CUDA compiler", &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"])?;
     let (major, minor) = gpu.capability();
     // From 9.0 on, the instructions of one architecture alone are under its own name.
     let own = if major >= 9 { "a" } else { "" };
     let mut all = vec![format!("--gpu-architecture=sm_{major}{minor}{own}")];
     all.extend(options.iter().map(|&option| option.to_owned()));
-    all.extend(
-        library::include_folders().into_iter().map(|path| format!("--include-path={}", path.display())),
-    );
-    let key = key(source, &all, compiler_version()?);
-    let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    let kept = kept.get_or_insert_default();
-    if let Some(code) = kept.get(&key) {
-        return Ok(Arc::clone(code));
+    let folders = library::include_folders().into_iter();
+    all.extend(folders.map(|path| format!("--include-path={}", path.display())));
+    Ok(all)
+}
+
+/// Machine code of `source`: kept on disk from before, or compiled now.
+fn compiled(name: &str, source: &str, options: &[String], key: &str) -> Result<Vec<u8>, StoreError> {
+    let file = cache_folder().map(|folder| folder.join(key));
+    if let Some(code) = file.as_deref().and_then(read_cached) {
+        return Ok(code);
     }
-    let file = cache_folder().map(|folder| folder.join(&key));
-    let code = match file.as_deref().and_then(read_cached) {
-        Some(code) => code,
-        None => {
-            let code = compile(name, source, &all)?;
-            if let Some(file) = &file {
-                // A cache that cannot be written costs the next process a compilation.
-                let _ = write_cached(file, &code);
-            }
-            code
-        }
-    };
-    let code: Arc<[u8]> = code.into();
-    kept.insert(key, Arc::clone(&code));
+    let code = compile(name, source, options)?;
+    if let Some(file) = &file {
+        // A cache that cannot be written costs the next process a compilation.
+        let _ = write_cached(file, &code);
+    }
     Ok(code)
 }
 
@@ -256,6 +257,10 @@ fn compiler_version() -> Result<(i32, i32), StoreError> {
     unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }
         .result()
         .map_err(|e| StoreError::Cuda { what: "ask the CUDA compiler's version", reason: e.to_string() })?;
+    if major < OLDEST_COMPILER {
+        let reason = format!("NVRTC {major}.{minor} was found and this needs 12.0; install a newer one");
+        return Err(StoreError::Cuda { what: "use the CUDA compiler", reason });
+    }
     Ok((major, minor))
 }
 

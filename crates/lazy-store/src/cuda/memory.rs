@@ -3,17 +3,15 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytemuck::AnyBitPattern;
 use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr};
 use lazy_model::{Bytes, Lane, Tier};
 
 use crate::device::{Device, Stream};
 use crate::drive;
 use crate::error::StoreError;
-use crate::lanes::Kind;
+use crate::lanes::{Kept, Kind};
 use crate::store::{Event, Extent, Store, Submission};
-
-/// The driver's name for the default stream of the calling thread.
-const PER_THREAD_STREAM: usize = 2;
 
 /// Device memory that is not the store's, and the stream on which its owner uses it.
 #[derive(Clone, Copy, Debug)]
@@ -29,8 +27,9 @@ impl DeviceMemory {
     /// # Safety
     ///
     /// From a copy's submission until its event is done, or until [`Store::order`] made what comes next wait for it, the
-    /// memory stays allocated and its owner does not write it, nor touch it at all while it is being filled. Uses before
-    /// the submission need no care where they are on `stream`, which the copy waits for.
+    /// memory stays allocated and its owner does not write it, nor touch it at all while it is being filled; the stream
+    /// lives until the copy is done. Uses before the submission need no care where they are on `stream`, which the copy
+    /// waits for.
     pub unsafe fn new(address: u64, bytes: Bytes, stream: Stream) -> Self {
         DeviceMemory { address, bytes, stream }
     }
@@ -85,7 +84,7 @@ impl Store {
         memory: &DeviceMemory,
         dst: &Extent,
     ) -> Result<Event, StoreError> {
-        self.copy_memory(name.into(), memory, dst, true, || {})
+        self.copy_memory(name.into(), memory, dst, true, || None)
     }
 
     /// Queues a copy of `src`, in the HBM or the host tier, to the caller's memory, which begins when what is on its stream
@@ -100,26 +99,27 @@ impl Store {
         src: &Extent,
         memory: &DeviceMemory,
     ) -> Result<Event, StoreError> {
-        self.copy_memory(name.into(), memory, src, false, || {})
+        self.copy_memory(name.into(), memory, src, false, || None)
     }
 
-    /// Makes what is put on `stream` from now on wait for a task, without waiting here; where the task does its work on the
-    /// CPU, waits here.
+    /// Makes what is put on `stream` from now on wait for a task. Waits here only until the task is on its own stream: for
+    /// what it depends on that is done on the CPU, such as a read from NVMe.
     ///
     /// # Errors
     ///
-    /// [`StoreError::Device`] without a GPU, [`StoreError::Foreign`], [`StoreError::Cuda`].
+    /// [`StoreError::Device`] without a GPU and for a stream that cannot be ordered, [`StoreError::Foreign`],
+    /// [`StoreError::Cuda`].
     pub fn order(&self, event: &Event, stream: Stream) -> Result<(), StoreError> {
         let device = self.device("order a stream")?;
         let token = event.token_in(self)?;
         let state = drive::wait_until(self.inner(), |s| s.lanes.is_issued(token));
         let mark = state.lanes.mark(token.lane, token.seq);
         drop(state);
-        device.bind().map_err(StoreError::of_device)?;
+        device.bind().and_then(|()| device.check_stream(stream)).map_err(StoreError::of_device)?;
         mark.map_or(Ok(()), |mark| device.wait(stream, &mark)).map_err(StoreError::of_device)
     }
 
-    /// Queues a copy of a slice to `dst` and gives its memory back when the copy is done, in the order of its own stream.
+    /// Queues a copy of a slice to `dst`. Its memory is given back once the copy is done.
     ///
     /// # Errors
     ///
@@ -134,21 +134,20 @@ impl Store {
             Ok(memory) => memory,
             Err(error) => return Err(Box::new(Refused { error, slice: Some(slice) })),
         };
-        // Kept until the stream of the slice waits for the copy: what frees it is ordered after that.
         let kept = Arc::new(Mutex::new(Some(slice)));
         let in_task = Arc::clone(&kept);
         let take =
             |kept: &Mutex<Option<CudaSlice<T>>>| kept.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.copy_memory(name.into(), &memory, dst, true, move || drop(take(&in_task)))
+        self.copy_memory(name.into(), &memory, dst, true, move || Some(Box::new(take(&in_task))))
             .map_err(|error| Box::new(Refused { error, slice: take(&kept) }))
     }
 
-    /// Queues a copy of `src` into a slice of the same length in bytes.
+    /// Queues a copy of `src` into a slice of the same length in bytes, of a type that every pattern of bits is a value of.
     ///
     /// # Errors
     ///
     /// As for [`Store::put_memory`], with the slice.
-    pub fn get_slice<T: DeviceRepr>(
+    pub fn get_slice<T: DeviceRepr + AnyBitPattern>(
         &self,
         name: impl Into<String>,
         src: &Extent,
@@ -194,14 +193,15 @@ impl Store {
         Err(StoreError::Device { device: "the CUDA device", what, instead })
     }
 
-    /// Queues a copy between the caller's memory and an extent; `done` is called once the caller's stream waits for it.
+    /// Queues a copy between the caller's memory and an extent. What `keep` gives once the copy is on its stream is dropped
+    /// when it has completed.
     fn copy_memory(
         &self,
         name: String,
         memory: &DeviceMemory,
         extent: &Extent,
         put: bool,
-        done: impl FnOnce() + Send + 'static,
+        keep: impl FnOnce() -> Kept + Send + 'static,
     ) -> Result<Event, StoreError> {
         let device = Arc::clone(self.device("copy from or to device memory")?);
         let (from, to) = if put { (Tier::Hbm, extent.tier()) } else { (extent.tier(), Tier::Hbm) };
@@ -213,19 +213,14 @@ impl Store {
                 if put { (memory.bytes, extent.bytes()) } else { (extent.bytes(), memory.bytes) };
             return Err(StoreError::CopyLength { task: name, from, to });
         }
-        if memory.stream.0.addr() == PER_THREAD_STREAM {
-            let what = "order the per-thread default stream, which is another one on every thread";
-            let instead = "use the memory on a stream made for it";
-            return Err(StoreError::Device { device: "the CUDA device", what, instead });
-        }
-        device.bind().map_err(StoreError::of_device)?;
+        device.bind().and_then(|()| device.check_stream(memory.stream)).map_err(StoreError::of_device)?;
         let used = Arc::clone(&device).mark(memory.stream).map_err(StoreError::of_device)?;
         let extents = [extent];
         let (reads, writes): (&[&Extent], &[&Extent]) = if put { (&[], &extents) } else { (&extents, &[]) };
         let lane = if put { Lane::D2h } else { Lane::H2d };
         let task = Submission { reads, writes, bytes: memory.bytes, ..Submission::new(lane, name) };
         let memory = *memory;
-        self.enqueue(task, Kind::Stream, move |views| {
+        self.enqueue_keeping(task, Kind::Stream, move |views| {
             let stream = device.stream(lane);
             device.wait(stream, &used)?;
             let (from, to) = if put {
@@ -236,10 +231,7 @@ impl Store {
             // SAFETY: the extent lies in the store's arenas, ordered by its hazards; the caller's memory is as
             // `DeviceMemory::new` says, and what its stream did before is waited for.
             unsafe { device.copy(stream, from, to, memory.bytes.get() as usize) }?;
-            let end = Arc::clone(&device).mark(stream)?;
-            device.wait(memory.stream, &end)?;
-            done();
-            Ok(())
+            Ok(keep())
         })
     }
 }
@@ -260,15 +252,26 @@ impl<T> PendingSlice<T> {
         slice
     }
 
-    /// Hands the slice out at once: what its own stream does from now on comes after the copy.
+    /// Hands the slice out before it is filled: what its own stream does from now on comes after the copy, and so does what
+    /// cudarc orders after that stream. Waits as [`Store::order`] does.
     ///
     /// # Errors
     ///
     /// [`StoreError::Cuda`]; the copy was waited for then.
-    pub fn ordered(self) -> Result<CudaSlice<T>, StoreError> {
-        let PendingSlice { mut copy, slice } = self;
-        copy.store.order(&copy.event, stream_of(&slice))?;
+    pub fn ordered(self) -> Result<CudaSlice<T>, StoreError>
+    where
+        T: DeviceRepr,
+    {
+        let PendingSlice { mut copy, mut slice } = self;
+        if let Err(error) = copy.store.order(&copy.event, stream_of(&slice)) {
+            // The memory outlives the copy.
+            drop(copy);
+            return Err(error);
+        }
         copy.ordered = true;
+        // Notes the write where cudarc looks for it, behind the wait.
+        let owner = Arc::clone(slice.stream());
+        drop(slice.device_ptr_mut(&owner));
         Ok(slice)
     }
 }

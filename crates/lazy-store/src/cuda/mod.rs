@@ -24,6 +24,8 @@ use crate::error::{BoxError, StoreError};
 pub use gpu::{Gpu, device_count};
 pub use memory::{DeviceMemory, PendingSlice, Refused};
 
+/// The driver's name for the default stream of the calling thread.
+const PER_THREAD_STREAM: usize = 2;
 /// Host memory is pinned in parts of at most this many bytes: drivers refuse very large ones.
 const PIN_PART: usize = 32 << 30;
 
@@ -199,6 +201,29 @@ impl Device for Cuda {
         Ok(reached.map_err(|e| failed("finish work on the GPU", e))?)
     }
 
+    fn drain(&self, stream: Stream) {
+        // What cannot be waited for belongs to a context that is lost, which touches no memory any more.
+        // SAFETY: the stream is alive.
+        let _ = unsafe { result::stream::synchronize(stream.0.cast()) };
+    }
+
+    fn check_stream(&self, stream: Stream) -> Result<(), BoxError> {
+        let refused =
+            |what, instead| Err(StoreError::Device { device: "the CUDA device", what, instead }.into());
+        if stream.0.addr() == PER_THREAD_STREAM {
+            let what = "order the per-thread default stream, which is another one on every thread";
+            return refused(what, "use the memory on a stream made for it");
+        }
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is alive, by the promise of whoever named it; the driver fills what it is given.
+        let asked = unsafe { sys::cuStreamIsCapturing(stream.0.cast(), &raw mut status) };
+        asked.result().map_err(|e| failed("ask what a stream is doing", e))?;
+        if status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Ok(());
+        }
+        refused("order a stream that is being captured into a graph", "copy before or after the capture")
+    }
+
     fn seconds(&self, from: &Mark, to: &Mark) -> Result<f64, BoxError> {
         // SAFETY: both events are alive and were recorded.
         let elapsed = unsafe { result::event::elapsed(from.handle.cast(), to.handle.cast()) };
@@ -206,12 +231,18 @@ impl Device for Cuda {
     }
 
     unsafe fn copy(&self, stream: Stream, from: *const u8, to: *mut u8, len: usize) -> Result<(), BoxError> {
+        if len == 0 {
+            return Ok(());
+        }
         // SAFETY: by this function's contract; with unified addresses the driver tells host memory from its own.
         let copied = unsafe { sys::cuMemcpyAsync(address(to), address(from), len, stream.0.cast()) };
         Ok(copied.result().map_err(|e| failed("start a copy", e))?)
     }
 
     unsafe fn fill(&self, stream: Stream, start: *mut u8, len: usize, value: u8) -> Result<(), BoxError> {
+        if len == 0 {
+            return Ok(());
+        }
         // SAFETY: by this function's contract.
         let filled = unsafe { result::memset_d8_async(address(start), value, len, stream.0.cast()) };
         Ok(filled.map_err(|e| failed("start a fill", e))?)

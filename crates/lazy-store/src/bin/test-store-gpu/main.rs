@@ -76,7 +76,9 @@ fn main() -> ExitCode {
     while let Some(arg) = args.next() {
         match (arg.as_str(), args.next()) {
             ("--dir", Some(value)) => dir = value.into(),
-            ("--seeds", Some(value)) => seeds = value.parse().unwrap_or(seeds),
+            ("--seeds", Some(value)) if value.parse::<u64>().is_ok() => {
+                seeds = value.parse().unwrap_or(seeds)
+            }
             ("--only", Some(value)) => only = Some(value),
             _ => {
                 println!("usage: test-store-gpu [--dir DIR] [--seeds N] [--only TEST]");
