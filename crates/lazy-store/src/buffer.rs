@@ -1,4 +1,4 @@
-//! Page-aligned buffers that move into an I/O operation and come back with its result.
+//! Aligned buffers that move into an I/O operation and come back with its result.
 
 use std::fmt;
 
@@ -7,10 +7,18 @@ use memmap2::MmapMut;
 
 use crate::error::StoreError;
 
-/// Page-aligned memory, zeroed at first. Its length suits the files it was made for: a multiple of their alignment.
+/// Addresses are multiples of this: the coarsest granularity of direct files that is tried.
+pub(crate) const ADDRESS: usize = 1 << 16;
+
+/// Zeroed memory at an address that suits any file. Its length suits the files it was made for: a multiple of their
+/// alignment.
 pub struct AlignedBuf {
-    /// Absent where the length is zero.
+    /// Longer by [`ADDRESS`], and of that only address space is taken. Absent where the length is zero.
     map: Option<MmapMut>,
+    /// Where the bytes begin in it.
+    start: usize,
+    /// Length that it was made with.
+    most: usize,
     len: usize,
 }
 
@@ -22,21 +30,26 @@ impl AlignedBuf {
     /// [`StoreError::Memory`] where the system has none.
     pub fn zeroed(len: Bytes) -> Result<Self, StoreError> {
         let refused = |source| StoreError::Memory { what: "an I/O buffer", bytes: len, source };
-        let bytes =
-            usize::try_from(len.get()).map_err(|_| refused(std::io::ErrorKind::OutOfMemory.into()))?;
-        let map = if bytes == 0 { None } else { Some(MmapMut::map_anon(bytes).map_err(refused)?) };
-        Ok(AlignedBuf { map, len: bytes })
+        let too_many = || refused(std::io::ErrorKind::OutOfMemory.into());
+        let bytes = usize::try_from(len.get()).map_err(|_| too_many())?;
+        if bytes == 0 {
+            return Ok(AlignedBuf::none());
+        }
+        let mapped = bytes.checked_add(ADDRESS).ok_or_else(too_many)?;
+        let map = MmapMut::map_anon(mapped).map_err(refused)?;
+        let start = map.as_ptr().addr().next_multiple_of(ADDRESS) - map.as_ptr().addr();
+        Ok(AlignedBuf { map: Some(map), start, most: bytes, len: bytes })
     }
 
     /// No bytes.
     pub(crate) fn none() -> Self {
-        AlignedBuf { map: None, len: 0 }
+        AlignedBuf { map: None, start: 0, most: 0, len: 0 }
     }
 
     /// Shortens the buffer to its first `len` bytes, or lengthens it again, up to what it was made with: the last transfer
     /// of a file is shorter than the others. Bytes keep their values.
     pub fn set_len(&mut self, len: usize) {
-        self.len = len.min(self.map.as_ref().map_or(0, |map| map.len()));
+        self.len = len.min(self.most);
     }
 
     /// Length in bytes.
@@ -51,12 +64,12 @@ impl AlignedBuf {
 
     /// The bytes.
     pub fn as_slice(&self) -> &[u8] {
-        &self.map.as_deref().unwrap_or_default()[..self.len]
+        &self.map.as_deref().unwrap_or_default()[self.start..self.start + self.len]
     }
 
     /// The bytes, to be written.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        &mut self.map.as_deref_mut().unwrap_or_default()[..self.len]
+        &mut self.map.as_deref_mut().unwrap_or_default()[self.start..self.start + self.len]
     }
 
     /// The bytes as `f32`, without a last part of less than four bytes.

@@ -196,6 +196,24 @@ pub enum StoreError {
         /// Bytes moved.
         got: u64,
     },
+    /// A transfer's memory cannot be moved where it lies, and there is no slot to copy it through.
+    #[error(
+        "cannot {op} {bytes} at offset {offset} of {path}: the memory does not suit the file, which takes multiples of \
+         {granularity} bytes, and there is nothing to copy it through; use an `AlignedBuf`",
+        path = path.display()
+    )]
+    NoSlot {
+        /// `read` or `write`.
+        op: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Where the transfer begins.
+        offset: u64,
+        /// Its length.
+        bytes: Bytes,
+        /// Addresses and lengths of requests are multiples of this.
+        granularity: usize,
+    },
     /// The file system cannot hold a file.
     #[error(
         "no space for {path}: {needed} needed, {free} free; free some space, choose another folder or a smaller \

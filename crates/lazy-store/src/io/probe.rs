@@ -27,6 +27,8 @@ use crate::options::{Backend, BackendChoice, DirectChoice, NvmeMode};
 const LEAST_ALIGNMENT: usize = 4096;
 /// Granularities tried where the file system states none, or states one that does not work.
 const GRANULARITIES: [usize; 4] = [512, 4096, 16384, 65536];
+// The buffers of durable transfers and of the probe suit them all.
+const _: () = assert!(GRANULARITIES[3] <= crate::buffer::ADDRESS);
 
 /// Makes a request queue of the given kind, or says why there is none.
 pub(crate) fn queue(backend: Backend, depth: usize) -> Result<Box<dyn Queue>, String> {
@@ -109,9 +111,9 @@ fn settle_backend(
 #[cfg(target_os = "linux")]
 fn settle_cufile(dir: &Path, fallbacks: &mut Vec<String>) -> Result<Backend, StoreError> {
     let refused = |reason| StoreError::BackendRefused { asked: "cuFile", reason };
-    let cufile = Cufile::open().map_err(refused)?;
-    // With its name: cuFile opens the file a second time.
+    // With its name: cuFile opens the file a second time. Declared first, so that it is closed after cuFile has let go of it.
     let (file, _named) = named_probe_file(dir, OFlags::DIRECT).map_err(refused)?;
+    let cufile = Cufile::open().map_err(refused)?;
     cufile.register_files(&[file.as_fd()]).map_err(refused)?;
     match &cufile.compatibility {
         None => Ok(Backend::CufileDirect),

@@ -1,4 +1,4 @@
-//! Page-aligned memory in slots of one request each, through which bytes go that cannot be moved where they lie.
+//! Aligned memory in slots of one request each, through which bytes go that cannot be moved where they lie.
 
 use lazy_model::Bytes;
 

@@ -78,14 +78,22 @@ impl Stripes {
         Place { file: (unit % n) as usize, offset: unit / n * UNIT + within, room: UNIT - within }
     }
 
-    /// Lengths of the pieces that requests move `len` bytes at `offset` in.
+    /// Length of the piece that begins `at` bytes into `len` bytes at `offset`, which is less than `len`. A piece lies in one
+    /// file and is at most a request long; what is left beyond the last multiple of the alignment is a piece of its own,
+    /// since a direct file takes it padded. Checksums are of these pieces, so nothing but position and length decides.
+    pub(crate) fn piece(&self, offset: u64, len: u64, at: u64) -> u64 {
+        let whole = len - len % self.alignment as u64;
+        let end = if at < whole { whole } else { len };
+        (end - at).min(self.locate(offset + at).room).min(UNIT)
+    }
+
+    /// Lengths of the pieces of `len` bytes at `offset`.
     pub(crate) fn pieces(&self, offset: u64, len: u64) -> impl Iterator<Item = usize> {
         let mut at = 0;
         std::iter::from_fn(move || {
-            let room = self.locate(offset + at).room;
-            let piece = (len - at).min(room).min(UNIT);
+            let piece = (at < len).then(|| self.piece(offset, len, at))?;
             at += piece;
-            (piece > 0).then_some(piece as usize)
+            Some(piece as usize)
         })
     }
 
@@ -137,6 +145,18 @@ mod tests {
                 assert_eq!(used, lengths);
             }
         }
+    }
+
+    #[test]
+    fn what_is_beyond_the_last_multiple_of_the_alignment_is_a_piece_of_its_own() {
+        let pieces = |n, offset, len| stripes(n).pieces(offset, len).collect::<Vec<_>>();
+        assert!(pieces(1, 0, 0).is_empty());
+        assert_eq!(pieces(1, 8192, 5), [5]);
+        assert_eq!(pieces(1, 4096, 4097), [4096, 1]);
+        assert_eq!(pieces(1, 0, (1 << 20) + 512_448), [1 << 20, 512_000, 448]);
+        assert_eq!(pieces(1, 4096, (1 << 20) + 4095), [1 << 20, 4095]);
+        // A unit ends 8192 bytes on.
+        assert_eq!(pieces(2, (1 << 20) - 8192, (1 << 20) + 12_289), [8192, 1 << 20, 4096, 1]);
     }
 
     #[test]

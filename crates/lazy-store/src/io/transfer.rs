@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use super::slots::Slots;
 use super::stripes::{OpenFile, Place, Stripes};
-use super::{Done, MAX_REQUEST, Op, Queue, Request, Window, fs};
+use super::{Done, Op, Queue, Request, Window, fs};
 use crate::error::{BoxError, StoreError};
 use crate::io::note::{Note, Watch};
 
@@ -111,7 +111,7 @@ struct Running<'a> {
     job: Job<'a>,
     /// Its memory; of a device's, only the length means something.
     window: Window,
-    /// Bytes from the start that need no padding.
+    /// Bytes from the start that need no padding: whoever moves device memory where it lies copes with any length.
     whole: u64,
     in_place: bool,
     /// Where the next piece begins.
@@ -169,7 +169,9 @@ impl Engine {
                 self.1 = result;
             }
         }
-        let mut feed = One(Some(job), Ok(Vec::new()));
+        let unmoved = Running::new(0, job);
+        let error = unmoved.no_slot(self.op);
+        let mut feed = One(Some(unmoved.job), Err(error));
         self.run(&mut feed);
         feed.1
     }
@@ -217,6 +219,8 @@ impl<'a> Run<'_, 'a> {
                 polled
             } else if self.in_flight > 0 {
                 self.queue.wait(&mut done)
+            } else if self.fail_stuck(feed) {
+                continue;
             } else {
                 return;
             };
@@ -457,6 +461,15 @@ impl<'a> Run<'_, 'a> {
         }
     }
 
+    /// Fails the jobs that are open although nothing is under way: one needs a slot, and there is none.
+    fn fail_stuck(&mut self, feed: &mut dyn Feed<'a>) -> bool {
+        let stuck: Vec<Running<'a>> = self.jobs.iter_mut().filter_map(Option::take).collect();
+        for running in &stuck {
+            feed.ended(running.key, Err(running.no_slot(self.op)));
+        }
+        !stuck.is_empty()
+    }
+
     /// The queue failed, and nothing is in it any more.
     fn broken(&mut self, error: &io::Error, feed: &mut dyn Feed<'a>) {
         self.broken = Some(error.to_string());
@@ -505,12 +518,11 @@ impl<'a> Running<'a> {
             Memory::Place(window) | Memory::Device(window) => (*window, false),
         };
         let device = matches!(job.memory, Memory::Device(_));
-        // A device's memory cannot be padded here; whoever moves it copes with any length.
-        let alignment = if device { 1 } else { job.files.alignment };
+        let padded = if device { 0 } else { window.len % job.files.alignment };
         Running {
             key,
             window,
-            whole: (window.len / alignment * alignment) as u64,
+            whole: (window.len - padded) as u64,
             in_place: device || !staged && job.files.takes(window.start.addr()),
             next: 0,
             notes: Vec::new(),
@@ -520,14 +532,10 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// The next piece. The cut depends on offset and length alone, so that notes of a write and of a read agree.
+    /// The next piece.
     fn piece(&self, id: usize) -> Piece {
-        let Place { file, offset, room } = self.job.files.locate(self.job.offset + self.next);
-        let left = match self.whole - self.next.min(self.whole) {
-            0 => self.window.len as u64 - self.next,
-            left => left,
-        };
-        let len = left.min(room).min(MAX_REQUEST as u64) as usize;
+        let Place { file, offset, .. } = self.job.files.locate(self.job.offset + self.next);
+        let len = self.job.files.piece(self.job.offset, self.window.len as u64, self.next) as usize;
         Piece {
             job: id,
             index: self.notes.len(),
@@ -539,6 +547,13 @@ impl<'a> Running<'a> {
             holds: 1,
             ..Piece::default()
         }
+    }
+
+    fn no_slot(&self, op: Op) -> StoreError {
+        let Place { file, offset, .. } = self.job.files.locate(self.job.offset);
+        let OpenFile { path, granularity, .. } = self.job.files.file(file);
+        let bytes = Bytes(self.window.len as u64);
+        StoreError::NoSlot { op: op.name(), path: path.clone(), offset, bytes, granularity: *granularity }
     }
 
     fn has_ended(&self) -> bool {

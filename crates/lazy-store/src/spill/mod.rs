@@ -25,7 +25,7 @@ use crate::io::pool::Pool;
 use crate::io::slots::Region;
 use crate::io::stripes::{OpenFile, Stripes, lengths};
 use crate::io::transfer::{Engine, Feed, Job, Memory};
-use crate::io::{MAX_REQUEST, Op, Queue, Window, available, probe};
+use crate::io::{Op, Queue, Window, available, probe};
 use crate::options::{
     Backend, BoundaryRecord, BoundarySide, Checksum, DriveReport, NvmeMode, NvmeOptions, Traffic,
 };
@@ -34,6 +34,8 @@ use seals::Seals;
 
 /// Requests in flight at once in each direction.
 const DEPTH: usize = 16;
+/// A device makes checksums of pieces of a multiple of this many bytes.
+const CHECKSUM_UNIT: usize = 16;
 /// Slots of each direction where no staging is asked for: for tails, and for extents whose address does not suit.
 const BOUNCE_SLOTS: usize = 4;
 /// With fewer slots, copy and drive would take turns.
@@ -245,24 +247,21 @@ impl Spill {
         let Some((wanted, got)) = wanted.zip(unsafe { self.sums_of(Op::Read, offset, memory) }?) else {
             return Ok(());
         };
-        let mut at = offset;
-        for ((&wanted, &got), len) in
-            wanted.iter().zip(&got).zip(self.files.pieces(offset, memory.len as u64))
-        {
-            if wanted != got {
-                let place = self.files.locate(at);
-                return Err(StoreError::Corrupt {
-                    path: self.files.file(place.file).path.clone(),
-                    offset: place.offset,
-                    bytes: Bytes(len as u64),
-                    extent: offset,
-                    wanted,
-                    got,
-                });
-            }
-            at += len as u64;
-        }
-        Ok(())
+        // Never of different lengths, and if they were, the bytes would not be the ones that were sealed.
+        let Some(index) = (0..wanted.len().max(got.len())).find(|&i| wanted.get(i) != got.get(i)) else {
+            return Ok(());
+        };
+        let pieces: Vec<usize> = self.files.pieces(offset, memory.len as u64).take(index + 1).collect();
+        let before: usize = pieces[..index.min(pieces.len())].iter().sum();
+        let place = self.files.locate(offset + before as u64);
+        Err(StoreError::Corrupt {
+            path: self.files.file(place.file).path.clone(),
+            offset: place.offset,
+            bytes: Bytes(pieces.get(index).map_or(0, |&len| len as u64)),
+            extent: offset,
+            wanted: wanted.get(index).copied().unwrap_or_default(),
+            got: got.get(index).copied().unwrap_or_default(),
+        })
     }
 
     /// The checksums of a part of the device's arena, of each piece that requests move it in; nothing where there are to be
@@ -274,16 +273,13 @@ impl Spill {
     unsafe fn sums_of(&self, op: Op, offset: u64, memory: Window) -> Result<Option<Vec<u32>>, StoreError> {
         let Some((device, streams)) = &self.sums else { return Ok(None) };
         let stream = streams[usize::from(op == Op::Read)];
-        let pieces = self.files.pieces(offset, memory.len as u64);
-        let (mut all, mut at) = (Vec::new(), 0);
-        // A first piece that ends with a unit of the stripes may be shorter than the others, which are equal up to the last.
-        let first = pieces.take(1).next().unwrap_or(0);
-        for len in [first, memory.len - first].into_iter().filter(|&len| len > 0) {
-            let start = memory.start.wrapping_add(at);
-            // SAFETY: by this function's contract; extents and units begin at multiples of 64 bytes.
-            let sums = unsafe { device.checksums(stream, start, len, MAX_REQUEST) };
+        let mut all = Vec::new();
+        for Run { start, len, piece } in equal_runs(self.files.pieces(offset, memory.len as u64)) {
+            let start = memory.start.wrapping_add(start);
+            // SAFETY: by this function's contract; extents begin at multiples of 64 bytes, and pieces but the last one end
+            // at multiples of the files' alignment.
+            let sums = unsafe { device.checksums(stream, start, len, piece.next_multiple_of(CHECKSUM_UNIT)) };
             all.extend(sums.map_err(StoreError::of_device)?);
-            at += len;
         }
         Ok(Some(all))
     }
@@ -481,6 +477,27 @@ impl Drop for Spill {
     }
 }
 
+/// Pieces of one length, the last one maybe shorter.
+#[derive(Debug, PartialEq, Eq)]
+struct Run {
+    start: usize,
+    len: usize,
+    piece: usize,
+}
+
+/// Pieces in as few runs as they are in that order.
+fn equal_runs(pieces: impl Iterator<Item = usize>) -> Vec<Run> {
+    let (mut runs, mut start): (Vec<Run>, usize) = (Vec::new(), 0);
+    for len in pieces {
+        match runs.last_mut() {
+            Some(run) if run.len.is_multiple_of(run.piece) && len <= run.piece => run.len += len,
+            _ => runs.push(Run { start, len, piece: len }),
+        }
+        start += len;
+    }
+    runs
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing is left half-done where the lock is held.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -549,3 +566,6 @@ impl Store {
         self.inner().spill.as_ref().map_or_else(Vec::new, |spill| spill.take_boundary_records())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,130 @@
+//! Seals where a device makes the checksums.
+
+use std::ffi::c_void;
+
+use super::*;
+use crate::device::{Mark, Pin};
+use crate::error::BoxError;
+use crate::options::{BackendChoice, DirectChoice};
+
+/// Makes checksums of what it calls its memory, which is the host's, as a GPU does: in pieces of one length.
+struct SumsAlone;
+
+fn unused<T>() -> Result<T, BoxError> {
+    Err("only checksums are made here".into())
+}
+
+impl Device for SumsAlone {
+    fn bind(&self) -> Result<(), BoxError> {
+        Ok(())
+    }
+
+    fn hbm(&self) -> *mut u8 {
+        std::ptr::null_mut()
+    }
+
+    unsafe fn pin(self: Arc<Self>, _start: *mut u8, _len: usize) -> Result<Pin, BoxError> {
+        unused()
+    }
+
+    fn stream(&self, _lane: Lane) -> Stream {
+        Stream(std::ptr::null_mut())
+    }
+
+    fn wait(&self, _stream: Stream, _mark: &Mark) -> Result<(), BoxError> {
+        unused()
+    }
+
+    fn mark(self: Arc<Self>, _stream: Stream) -> Result<Mark, BoxError> {
+        unused()
+    }
+
+    fn now(self: Arc<Self>) -> Result<Mark, BoxError> {
+        unused()
+    }
+
+    fn synchronize(&self, _mark: &Mark) -> Result<(), BoxError> {
+        unused()
+    }
+
+    fn seconds(&self, _from: &Mark, _to: &Mark) -> Result<f64, BoxError> {
+        unused()
+    }
+
+    unsafe fn copy(&self, _: Stream, _: *const u8, _: *mut u8, _: usize) -> Result<(), BoxError> {
+        unused()
+    }
+
+    unsafe fn fill(&self, _: Stream, _: *mut u8, _: usize, _: u8) -> Result<(), BoxError> {
+        unused()
+    }
+
+    unsafe fn checksums(
+        &self,
+        _stream: Stream,
+        start: *const u8,
+        len: usize,
+        piece: usize,
+    ) -> Result<Vec<u32>, BoxError> {
+        assert!(start.addr().is_multiple_of(16) && piece.is_multiple_of(16) && piece > 0);
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { Window { start: start.cast_mut(), len }.bytes() };
+        Ok(bytes.chunks(piece).map(crc32c::crc32c).collect())
+    }
+
+    fn forget(&self, _handle: *mut c_void) {}
+}
+
+#[test]
+fn t1_what_the_device_sealed_the_host_reads_and_the_other_way_round() {
+    let folders = [(); 2].map(|()| {
+        let program = std::env::current_exe().unwrap();
+        tempfile::tempdir_in(program.parent().unwrap()).unwrap()
+    });
+    for drives in 1..=2 {
+        let dirs = folders[..drives].iter().map(|folder| folder.path().to_owned()).collect();
+        let (backend, checksum, direct) = (BackendChoice::Posix, Checksum::Crc32c, DirectChoice::Off);
+        let options =
+            NvmeOptions { dirs, backend, checksum, direct, ..NvmeOptions::new("", Bytes::from_mib(8)) };
+        let mut spill = Spill::open(&options).unwrap();
+        let device: Arc<dyn Device> = Arc::new(SumsAlone);
+        spill.sums = Some((Arc::clone(&device), [device.stream(Lane::NvmeWrite); 2]));
+        for len in [1, 448, 4095, 4096, 4097, (1 << 20) + 1, (1 << 20) + 512_448, (3 << 20) + 8191] {
+            for offset in [0, 4096, (1 << 20) - 4096] {
+                let mut bytes: Vec<u128> = (0..len as u128 / 16 + 1).map(|i| i * 0x1_0000_0003).collect();
+                let bytes = &mut bytemuck::cast_slice_mut::<u128, u8>(&mut bytes)[..len];
+                let mut back = vec![0; len];
+                // SAFETY: the memory is this test's alone, here and below.
+                unsafe { spill.write_device(offset, Window::of_mut(bytes)) }.unwrap();
+                spill.read(offset, &mut back).unwrap();
+                assert!(back == bytes, "{len} at {offset} over {drives} drives");
+                spill.write(offset, &back).unwrap();
+                bytes.fill(0);
+                // SAFETY: as above.
+                unsafe { spill.read_device(offset, Window::of_mut(bytes)) }.unwrap();
+                assert!(back == bytes);
+                // The last byte changed on the drive: its piece is named.
+                let place = spill.files.locate(offset + len as u64 - 1);
+                let file = spill.files.file(place.file);
+                rustix::io::pwrite(&file.file, &[!back[len - 1]], place.offset).unwrap();
+                // SAFETY: as above.
+                let error = unsafe { spill.read_device(offset, Window::of_mut(bytes)) }.unwrap_err();
+                let StoreError::Corrupt { offset: at, bytes: piece, .. } = error else { panic!("{error}") };
+                assert_eq!(at + piece.get() - 1, place.offset);
+                let error = spill.read(offset, &mut back).unwrap_err();
+                assert!(matches!(error, StoreError::Corrupt { offset, .. } if offset == at), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn runs_are_of_equal_pieces_and_a_shorter_one_at_their_end() {
+    let runs = |pieces: &[usize]| {
+        let runs = equal_runs(pieces.iter().copied());
+        runs.iter().map(|run| (run.start, run.len, run.piece)).collect::<Vec<_>>()
+    };
+    assert_eq!(runs(&[]), []);
+    assert_eq!(runs(&[4096, 1]), [(0, 4097, 4096)]);
+    assert_eq!(runs(&[8, 64, 64, 16, 3]), [(0, 8, 8), (8, 144, 64), (152, 3, 3)]);
+}
