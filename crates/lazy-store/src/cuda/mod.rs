@@ -9,8 +9,9 @@ pub mod kernels;
 pub(crate) mod library;
 mod memory;
 
+use std::collections::BTreeSet;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUevent_flags};
 use cudarc::driver::{DriverError, result};
@@ -51,6 +52,8 @@ pub(crate) struct Cuda {
     clock: Stream,
     /// Events that no mark holds.
     events: Mutex<Vec<Stream>>,
+    /// Addresses where one pinned part ends and the next begins: the driver takes no copy across them.
+    seams: Mutex<BTreeSet<usize>>,
     checksums: OnceLock<Checksums>,
 }
 
@@ -64,6 +67,7 @@ impl Cuda {
             streams: [Stream(std::ptr::null_mut()); LANES],
             clock: Stream(std::ptr::null_mut()),
             events: Mutex::new(Vec::new()),
+            seams: Mutex::default(),
             checksums: OnceLock::new(),
         };
         for stream in cuda.streams.iter_mut().chain([&mut cuda.clock]) {
@@ -87,7 +91,7 @@ impl Cuda {
     }
 
     fn event(&self) -> Result<Stream, BoxError> {
-        let free = self.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let free = lock(&self.events).pop();
         match free {
             Some(event) => Ok(event),
             // Blocking: whoever waits gives its core away.
@@ -134,7 +138,9 @@ unsafe impl Sync for Pinned {}
 impl Drop for Pinned {
     fn drop(&mut self) {
         let _ = self.device.gpu.bind();
+        let mut seams = lock(&self.device.seams);
         for part in self.parts.drain(..) {
+            seams.remove(&part.addr());
             // SAFETY: registered in `pin`, and still mapped, by its contract.
             let _ = unsafe { sys::cuMemHostUnregister(part.cast()) };
         }
@@ -163,6 +169,9 @@ impl Device for Cuda {
                 .result()
                 .map_err(|e| StoreError::Pin { bytes: Bytes(len as u64), reason: describe(e) })?;
             pinned.parts.push(address);
+            if at > 0 {
+                lock(&self.seams).insert(address.addr());
+            }
             at += part;
         }
         Ok(Box::new(pinned))
@@ -234,9 +243,16 @@ impl Device for Cuda {
         if len == 0 {
             return Ok(());
         }
+        let seam = {
+            let seams = lock(&self.seams);
+            first_seam(&seams, from.addr(), len).into_iter().chain(first_seam(&seams, to.addr(), len)).min()
+        };
+        let first = seam.unwrap_or(len);
         // SAFETY: by this function's contract; with unified addresses the driver tells host memory from its own.
-        let copied = unsafe { sys::cuMemcpyAsync(address(to), address(from), len, stream.0.cast()) };
-        Ok(copied.result().map_err(|e| failed("start a copy", e))?)
+        let copied = unsafe { sys::cuMemcpyAsync(address(to), address(from), first, stream.0.cast()) };
+        copied.result().map_err(|e| failed("start a copy", e))?;
+        // SAFETY: the rest of the same ranges.
+        unsafe { self.copy(stream, from.wrapping_add(first), to.wrapping_add(first), len - first) }
     }
 
     unsafe fn fill(&self, stream: Stream, start: *mut u8, len: usize, value: u8) -> Result<(), BoxError> {
@@ -269,11 +285,36 @@ impl Device for Cuda {
     }
 
     fn forget(&self, handle: *mut c_void) {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner).push(Stream(handle));
+        lock(&self.events).push(Stream(handle));
     }
+}
+
+/// Where the first seam within `len` bytes at `start` lies, counted from there.
+fn first_seam(seams: &BTreeSet<usize>, start: usize, len: usize) -> Option<usize> {
+    seams.range(start + 1..start.saturating_add(len)).next().map(|seam| seam - start)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing is left half-done where a lock is held.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An address as the driver takes it. Its memory may be touched by the GPU from now on.
 fn address(pointer: *const u8) -> CUdeviceptr {
     pointer.expose_provenance() as CUdeviceptr
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_are_cut_where_pinned_parts_meet() {
+        let seams = BTreeSet::from([100, 200]);
+        assert_eq!(first_seam(&seams, 50, 50), None);
+        assert_eq!(first_seam(&seams, 50, 51), Some(50));
+        assert_eq!(first_seam(&seams, 100, 100), None);
+        assert_eq!(first_seam(&seams, 101, 500), Some(99));
+        assert_eq!(first_seam(&seams, 200, usize::MAX), None);
+    }
 }

@@ -1,79 +1,8 @@
 //! Seals where a device makes the checksums.
 
-use std::ffi::c_void;
-
 use super::*;
-use crate::device::{Mark, Pin};
-use crate::error::BoxError;
 use crate::options::{BackendChoice, DirectChoice};
-
-/// Makes checksums of what it calls its memory, which is the host's, as a GPU does: in pieces of one length.
-struct SumsAlone;
-
-fn unused<T>() -> Result<T, BoxError> {
-    Err("only checksums are made here".into())
-}
-
-impl Device for SumsAlone {
-    fn bind(&self) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn hbm(&self) -> *mut u8 {
-        std::ptr::null_mut()
-    }
-
-    unsafe fn pin(self: Arc<Self>, _start: *mut u8, _len: usize) -> Result<Pin, BoxError> {
-        unused()
-    }
-
-    fn stream(&self, _lane: Lane) -> Stream {
-        Stream(std::ptr::null_mut())
-    }
-
-    fn wait(&self, _stream: Stream, _mark: &Mark) -> Result<(), BoxError> {
-        unused()
-    }
-
-    fn mark(self: Arc<Self>, _stream: Stream) -> Result<Mark, BoxError> {
-        unused()
-    }
-
-    fn now(self: Arc<Self>) -> Result<Mark, BoxError> {
-        unused()
-    }
-
-    fn synchronize(&self, _mark: &Mark) -> Result<(), BoxError> {
-        unused()
-    }
-
-    fn seconds(&self, _from: &Mark, _to: &Mark) -> Result<f64, BoxError> {
-        unused()
-    }
-
-    unsafe fn copy(&self, _: Stream, _: *const u8, _: *mut u8, _: usize) -> Result<(), BoxError> {
-        unused()
-    }
-
-    unsafe fn fill(&self, _: Stream, _: *mut u8, _: usize, _: u8) -> Result<(), BoxError> {
-        unused()
-    }
-
-    unsafe fn checksums(
-        &self,
-        _stream: Stream,
-        start: *const u8,
-        len: usize,
-        piece: usize,
-    ) -> Result<Vec<u32>, BoxError> {
-        assert!(start.addr().is_multiple_of(16) && piece.is_multiple_of(16) && piece > 0);
-        // SAFETY: the caller's promise.
-        let bytes = unsafe { Window { start: start.cast_mut(), len }.bytes() };
-        Ok(bytes.chunks(piece).map(crc32c::crc32c).collect())
-    }
-
-    fn forget(&self, _handle: *mut c_void) {}
-}
+use crate::simulated::Simulated;
 
 #[test]
 fn t1_what_the_device_sealed_the_host_reads_and_the_other_way_round() {
@@ -87,7 +16,7 @@ fn t1_what_the_device_sealed_the_host_reads_and_the_other_way_round() {
         let options =
             NvmeOptions { dirs, backend, checksum, direct, ..NvmeOptions::new("", Bytes::from_mib(8)) };
         let mut spill = Spill::open(&options).unwrap();
-        let device: Arc<dyn Device> = Arc::new(SumsAlone);
+        let device: Arc<dyn Device> = Arc::new(Simulated::new(Bytes::ZERO, 0).unwrap());
         spill.sums = Some((Arc::clone(&device), [device.stream(Lane::NvmeWrite); 2]));
         for len in [1, 448, 4095, 4096, 4097, (1 << 20) + 1, (1 << 20) + 512_448, (3 << 20) + 8191] {
             for offset in [0, 4096, (1 << 20) - 4096] {
