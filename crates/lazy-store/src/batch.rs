@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use lazy_model::Lane;
 
+use crate::drive;
 use crate::error::StoreError;
 use crate::io::Op;
 use crate::lanes::{Finished, Started};
@@ -62,8 +63,9 @@ impl Batch<'_> {
             let end = Instant::now();
             let start = self.last_end.map_or(at, |last| last.max(at));
             self.last_end = Some(end);
-            self.inner.lock().lanes.finish(Finished { token, start, end, result, skipped: skip, ticket });
-            self.inner.changed.notify_all();
+            let mut state = self.inner.lock();
+            state.lanes.finish(Finished { token, start, end, result, skipped: skip, ticket });
+            drive::announce(self.inner, state);
         }
     }
 }

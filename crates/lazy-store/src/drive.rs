@@ -3,13 +3,14 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use lazy_model::{Bytes, BytesPerSecond, Lane};
 
 use crate::batch;
+use crate::clock::{LANES, Token, slot};
 use crate::device::{Device, Mark};
 use crate::error::{BoxError, StoreError};
 use crate::lanes::{Finished, Issued, Kept, Kind, Started, Work};
@@ -42,7 +43,7 @@ pub(crate) fn spawn_completer(
 fn serve(inner: &Inner, lane: Lane) {
     // A thread that cannot use the device finds that out with its first task, which reports it.
     let _ = inner.device.as_ref().map(|device| device.bind());
-    while wait_for(inner, lane, |state| state.lanes.ready(lane)) {
+    while wait_for(inner, lane, Role::Starter) {
         if !batch::run(inner, lane) {
             start_next(inner, lane);
         }
@@ -51,16 +52,134 @@ fn serve(inner: &Inner, lane: Lane) {
 
 fn complete_all(inner: &Inner, device: &dyn Device, lane: Lane) {
     let _ = device.bind();
-    while wait_for(inner, lane, |state| state.lanes.oldest_in_flight(lane).is_some()) {
+    while wait_for(inner, lane, Role::Completer) {
         complete_next(inner, device, lane);
     }
 }
 
+/// The two threads of a lane.
+#[derive(Clone, Copy)]
+enum Role {
+    Starter,
+    Completer,
+}
+
+impl Role {
+    fn has_work(self, state: &State, lane: Lane) -> bool {
+        match self {
+            Role::Starter => state.lanes.ready(lane),
+            Role::Completer => state.lanes.has_in_flight(lane),
+        }
+    }
+}
+
+/// What somebody waits for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// Everything submitted has completed.
+    Idle,
+    /// A task has completed.
+    Done(Token),
+    /// A task is on its stream; a host task, that it has completed.
+    Issued(Token),
+}
+
+impl Target {
+    fn reached(self, state: &State) -> bool {
+        match self {
+            Target::Idle => state.lanes.idle(),
+            Target::Done(token) => state.lanes.is_done(token),
+            Target::Issued(token) => state.lanes.is_issued(token),
+        }
+    }
+}
+
+/// Where the threads of a store sleep. Each is woken for what concerns it alone: with thousands of small tasks a second,
+/// waking everybody for everything is what would take the time.
+#[derive(Default)]
+pub(crate) struct Signals {
+    starters: [Condvar; LANES],
+    completers: [Condvar; LANES],
+    waiters: Condvar,
+}
+
+/// Who sleeps.
+#[derive(Default)]
+pub(crate) struct Sleepers {
+    starters: [bool; LANES],
+    completers: [bool; LANES],
+    waiters: Vec<Target>,
+}
+
+impl Sleepers {
+    fn thread(&mut self, role: Role, lane: Lane) -> &mut bool {
+        match role {
+            Role::Starter => &mut self.starters[slot(lane)],
+            Role::Completer => &mut self.completers[slot(lane)],
+        }
+    }
+}
+
+impl Signals {
+    fn thread(&self, role: Role, lane: Lane) -> &Condvar {
+        match role {
+            Role::Starter => &self.starters[slot(lane)],
+            Role::Completer => &self.completers[slot(lane)],
+        }
+    }
+}
+
+/// Gives the state back, then wakes those who have something to do now.
+pub(crate) fn announce(inner: &Inner, mut state: MutexGuard<'_, State>) {
+    let mut wake = [None; 2 * LANES];
+    let threads =
+        Lane::ALL.into_iter().flat_map(|lane| [Role::Starter, Role::Completer].map(|role| (role, lane)));
+    for (wake, (role, lane)) in wake.iter_mut().zip(threads) {
+        if *state.sleepers.thread(role, lane) && (state.closing || role.has_work(&state, lane)) {
+            // Said once: it is awake from here on, though it may not have the lock yet.
+            *state.sleepers.thread(role, lane) = false;
+            *wake = Some((role, lane));
+        }
+    }
+    let wake_waiters = state.sleepers.waiters.iter().any(|target| target.reached(&state));
+    drop(state);
+    for (role, lane) in wake.into_iter().flatten() {
+        inner.signals.thread(role, lane).notify_one();
+    }
+    if wake_waiters {
+        inner.signals.waiters.notify_all();
+    }
+}
+
 /// Waits until there is something to do on a lane; `false` where there never will be.
-fn wait_for(inner: &Inner, lane: Lane, something: impl Fn(&State) -> bool) -> bool {
-    let idle = |state: &mut State| !(something(state) || state.closing && state.lanes.lane_idle(lane));
-    let state = inner.changed.wait_while(inner.lock(), idle).unwrap_or_else(PoisonError::into_inner);
-    something(&state)
+fn wait_for(inner: &Inner, lane: Lane, role: Role) -> bool {
+    let mut state = inner.lock();
+    loop {
+        if role.has_work(&state, lane) {
+            return true;
+        }
+        if state.closing && state.lanes.lane_idle(lane) {
+            return false;
+        }
+        *state.sleepers.thread(role, lane) = true;
+        let woken = inner.signals.thread(role, lane).wait(state);
+        state = woken.unwrap_or_else(PoisonError::into_inner);
+        *state.sleepers.thread(role, lane) = false;
+    }
+}
+
+/// Sleeps until `target` is reached.
+fn sleep_until<'a>(inner: &'a Inner, target: Target) -> MutexGuard<'a, State> {
+    let mut state = inner.lock();
+    while !target.reached(&state) {
+        state.sleepers.waiters.push(target);
+        state = inner.signals.waiters.wait(state).unwrap_or_else(PoisonError::into_inner);
+        // Any entry like ours will do: they are the same to whoever looks.
+        if let Some(ours) = state.sleepers.waiters.iter().position(|other| *other == target) {
+            state.sleepers.waiters.swap_remove(ours);
+        }
+    }
+    state
 }
 
 /// Takes the next task of a lane, if it can be started, and runs it or puts it on its stream.
@@ -72,14 +191,17 @@ fn start_next(inner: &Inner, lane: Lane) {
     match (task.kind, &inner.device) {
         (Kind::Stream, Some(device)) => {
             let issued = issue(device, task, timed);
-            inner.lock().lanes.issue(issued);
+            let mut state = inner.lock();
+            state.lanes.issue(issued);
+            announce(inner, state);
         }
         _ => {
             let finished = run(inner, task);
-            inner.lock().lanes.finish(finished);
+            let mut state = inner.lock();
+            state.lanes.finish(finished);
+            announce(inner, state);
         }
     }
-    inner.changed.notify_all();
 }
 
 /// Waits for the oldest task in flight on a lane's stream, if there is one.
@@ -97,8 +219,7 @@ fn complete_next(inner: &Inner, device: &dyn Device, lane: Lane) {
     let result = result.map_err(|source| StoreError::Task { task: name, lane, source });
     let (start, end) = times.unwrap_or((at, now));
     state.lanes.finish(Finished { token, start, end, result, skipped, ticket });
-    drop(state);
-    inner.changed.notify_all();
+    announce(inner, state);
     let _ = catch_unwind(AssertUnwindSafe(|| drop(kept)));
 }
 
@@ -168,18 +289,15 @@ fn issue(device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
     issued
 }
 
-/// Waits until `reached` holds; in the seeded order, by running tasks.
-pub(crate) fn wait_until<'a>(inner: &'a Inner, reached: impl Fn(&State) -> bool) -> MutexGuard<'a, State> {
-    let Some(seeded) = &inner.seeded else {
-        let state = inner.lock();
-        return inner.changed.wait_while(state, |s| !reached(s)).unwrap_or_else(PoisonError::into_inner);
-    };
+/// Waits until `target` is reached; in the seeded order, by running tasks.
+pub(crate) fn wait_until(inner: &Inner, target: Target) -> MutexGuard<'_, State> {
+    let Some(seeded) = &inner.seeded else { return sleep_until(inner, target) };
     let mut random = seeded.lock().unwrap_or_else(PoisonError::into_inner);
     loop {
         let state = inner.lock();
         let ready = choices(inner, &state);
         // Waits point to earlier submissions only, so something is ready until everything is done.
-        if reached(&state) || ready.is_empty() {
+        if target.reached(&state) || ready.is_empty() {
             return state;
         }
         drop(state);

@@ -307,6 +307,10 @@ impl Lanes {
         self.queues[slot(lane)].in_flight.front().map(|task| (task.begin.clone(), task.end.clone()))
     }
 
+    pub(crate) fn has_in_flight(&self, lane: Lane) -> bool {
+        !self.queues[slot(lane)].in_flight.is_empty()
+    }
+
     /// Takes the oldest task in flight, to be finished.
     pub(crate) fn take_in_flight(&mut self, lane: Lane) -> Option<Issued> {
         self.queues[slot(lane)].in_flight.pop_front()

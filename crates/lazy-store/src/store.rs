@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 
 use lazy_model::{Bytes, BytesPerSecond, Lane, Span, Tier};
@@ -11,7 +11,7 @@ use crate::arena::Arena;
 use crate::clock::{Clock, Token};
 use crate::cuda::{Cuda, Gpu};
 use crate::device::{Device, Pin, Stream};
-use crate::drive;
+use crate::drive::{self, Signals, Sleepers, Target};
 use crate::error::{BoxError, StoreError};
 
 use crate::io::Op;
@@ -79,8 +79,7 @@ struct Handle {
 /// What extents, events and worker threads share with the store.
 pub(crate) struct Inner {
     state: Mutex<State>,
-    /// Told of every submission and completion.
-    pub(crate) changed: Condvar,
+    pub(crate) signals: Signals,
     hbm: Hbm,
     host: Mapping,
     /// Goes before the memory it pins, which is the spill file's.
@@ -123,6 +122,7 @@ impl Views {
 pub(crate) struct State {
     pub(crate) lanes: Lanes,
     pub(crate) closing: bool,
+    pub(crate) sleepers: Sleepers,
     hbm: Arena,
     host: Arena,
     nvme: Option<Arena>,
@@ -326,6 +326,7 @@ impl Store {
         let state = State {
             lanes: Lanes::default(),
             closing: false,
+            sleepers: Sleepers::default(),
             hbm: in_memory(Tier::Hbm, options.hbm),
             host: in_memory(Tier::Host, options.host.saturating_sub(staging)),
             nvme,
@@ -358,7 +359,7 @@ impl Store {
         }
         let inner = Arc::new(Inner {
             state: Mutex::new(state),
-            changed: Condvar::new(),
+            signals: Signals::default(),
             hbm,
             host,
             _staging_pin: staging_pin,
@@ -583,8 +584,7 @@ impl Store {
         let work = state.mutant.delayed(task.lane, work);
         let token = state.lanes.push((task.lane, kind), task.name.clone(), task.bytes, waits, work, transfer);
         state.note(&task, token);
-        drop(state);
-        inner.changed.notify_all();
+        drive::announce(inner, state);
         Ok(Event { inner: Arc::clone(inner), token })
     }
 
@@ -614,7 +614,7 @@ impl Store {
     /// of the failure, count as never written; everything else is as it was, and the store can be used on, except after a
     /// kernel's fault: the driver then ends the GPU's context, every later task fails, and only a new process helps.
     pub fn synchronize(&self) -> Result<(), StoreError> {
-        let mut state = drive::wait_until(self.inner(), |s| s.lanes.idle());
+        let mut state = drive::wait_until(self.inner(), Target::Idle);
         let Some((failure, voided)) = state.lanes.take_failure() else { return Ok(()) };
         for hazards in state.extents.values_mut() {
             hazards.last_write = hazards.last_write.filter(|&token| !voided.contains(token));
@@ -740,10 +740,11 @@ impl Drop for Handle {
         // A task that owned the last clone drops it on its own lane, which cannot wait for itself: the threads finish what
         // is queued and the last one out removes the file.
         if !on_worker && !driven {
-            drop(drive::wait_until(&self.inner, |s| s.lanes.idle()));
+            drop(drive::wait_until(&self.inner, Target::Idle));
         }
-        self.inner.lock().closing = true;
-        self.inner.changed.notify_all();
+        let mut state = self.inner.lock();
+        state.closing = true;
+        drive::announce(&self.inner, state);
         if on_worker {
             return;
         }
@@ -803,7 +804,7 @@ impl Event {
 
     /// Waits until the task has completed. Whether it failed is what [`Store::synchronize`] says.
     pub fn wait(&self) {
-        drop(drive::wait_until(&self.inner, |s| s.lanes.is_done(self.token)));
+        drop(drive::wait_until(&self.inner, Target::Done(self.token)));
     }
 
     /// Whether the task has completed.

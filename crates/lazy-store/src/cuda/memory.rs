@@ -8,7 +8,7 @@ use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr};
 use lazy_model::{Bytes, Lane, Tier};
 
 use crate::device::{Device, Stream};
-use crate::drive;
+use crate::drive::{self, Target};
 use crate::error::StoreError;
 use crate::lanes::{Kept, Kind};
 use crate::store::{Event, Extent, Store, Submission};
@@ -112,7 +112,7 @@ impl Store {
     pub fn order(&self, event: &Event, stream: Stream) -> Result<(), StoreError> {
         let device = self.device("order a stream")?;
         let token = event.token_in(self)?;
-        let state = drive::wait_until(self.inner(), |s| s.lanes.is_issued(token));
+        let state = drive::wait_until(self.inner(), Target::Issued(token));
         let mark = state.lanes.mark(token.lane, token.seq);
         drop(state);
         device.bind().and_then(|()| device.check_stream(stream)).map_err(StoreError::of_device)?;
