@@ -77,7 +77,8 @@ pub struct NvmeOptions {
     /// such copies. Half of it serves each direction, in slots of one request.
     pub staging: Bytes,
     /// Keep a [`BoundaryRecord`] of every extent before it is written and after it was read back: much slower, and meant
-    /// for finding out which copy changed a value.
+    /// for finding out which copy changed a value. The latest 65,536 are kept until
+    /// [`take_boundary_records`](crate::Store::take_boundary_records) takes them.
     pub debug_boundaries: bool,
 }
 

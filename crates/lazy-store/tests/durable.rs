@@ -128,6 +128,31 @@ fn t5_dropping_a_transfer_waits_for_it() {
     }
 }
 
+/// T7: more operations than any queue holds.
+#[test]
+fn t7_hundreds_of_operations_in_flight_wait_for_room_in_the_queue_and_none_is_lost() {
+    const OPERATIONS: u64 = 256;
+    for backend in [BackendChoice::Uring, BackendChoice::Posix] {
+        let folder = folder();
+        let dir = DurableDir::open(folder.path(), &IoOptions { backend, ..IoOptions::default() }).unwrap();
+        let len = dir.alignment() as u64;
+        let file = dir.create_file("a", Bytes(OPERATIONS * len)).unwrap();
+        for round in 0..4 {
+            let byte = |i: u64| (i * 3 + round) as u8;
+            let write = |i| file.write_at(i * len, filled(len, |_| byte(i)));
+            let writes: Vec<_> = (0..OPERATIONS).map(write).collect();
+            writes.into_iter().for_each(|write| write.wait().1.unwrap());
+            let read = |i| file.read_at(i * len, AlignedBuf::zeroed(Bytes(len)).unwrap());
+            let reads: Vec<_> = (0..OPERATIONS).map(read).collect();
+            for (i, read) in (0..).zip(reads) {
+                let (buffer, result) = read.wait();
+                result.unwrap();
+                assert!(buffer.as_slice().iter().all(|&b| b == byte(i)), "{i}");
+            }
+        }
+    }
+}
+
 /// T8: one folder of state, one owner.
 #[test]
 fn t8_a_claimed_folder_is_refused_until_its_owner_is_gone() {

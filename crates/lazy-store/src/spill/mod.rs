@@ -3,7 +3,7 @@
 mod host;
 mod seals;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -40,6 +40,8 @@ const CHECKSUM_UNIT: usize = 16;
 const BOUNCE_SLOTS: usize = 4;
 /// With fewer slots, copy and drive would take turns.
 const LEAST_STAGING_SLOTS: usize = 2;
+/// Records of boundaries kept at most.
+const MOST_RECORDS: usize = 1 << 16;
 /// A drive slower than this share of the fastest one is called slow.
 const SLOW: f64 = 0.5;
 
@@ -60,7 +62,8 @@ pub(crate) struct Spill {
     files: Arc<Stripes>,
     region: Region,
     seals: Mutex<Seals>,
-    records: Mutex<Vec<BoundaryRecord>>,
+    /// The latest ones that nobody took.
+    records: Mutex<VecDeque<BoundaryRecord>>,
     removed: AtomicBool,
 }
 
@@ -407,7 +410,11 @@ impl Spill {
             };
             let record =
                 BoundaryRecord { side, offset, bytes: Bytes(len), checksum: whole.checksum, f32, bf16 };
-            lock(&self.records).push(record);
+            let mut records = lock(&self.records);
+            if records.len() >= MOST_RECORDS {
+                records.pop_front();
+            }
+            records.push_back(record);
         }
         if self.options.checksum == Checksum::Crc32c && op == Op::Write && !notes.is_empty() {
             let checksums = notes.iter().map(|note| note.checksum).collect();
@@ -467,7 +474,7 @@ impl Spill {
 
     /// Takes the records of `debug_boundaries`.
     pub(crate) fn take_boundary_records(&self) -> Vec<BoundaryRecord> {
-        std::mem::take(&mut *lock(&self.records))
+        std::mem::take(&mut *lock(&self.records)).into()
     }
 }
 
@@ -561,7 +568,8 @@ impl Store {
         self.inner().spill.as_ref().map_or_else(Vec::new, |spill| spill.drives())
     }
 
-    /// Takes the records kept since the last call, oldest first: see [`NvmeOptions::debug_boundaries`].
+    /// Takes the records kept since the last call, oldest first: see [`NvmeOptions::debug_boundaries`]. Of those that nobody
+    /// takes, the latest 65,536 are kept.
     pub fn take_boundary_records(&self) -> Vec<BoundaryRecord> {
         self.inner().spill.as_ref().map_or_else(Vec::new, |spill| spill.take_boundary_records())
     }

@@ -57,3 +57,17 @@ fn runs_are_of_equal_pieces_and_a_shorter_one_at_their_end() {
     assert_eq!(runs(&[4096, 1]), [(0, 4097, 4096)]);
     assert_eq!(runs(&[8, 64, 64, 16, 3]), [(0, 8, 8), (8, 144, 64), (152, 3, 3)]);
 }
+
+#[test]
+fn records_of_boundaries_that_nobody_takes_are_the_latest_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let (backend, direct) = (BackendChoice::Posix, DirectChoice::Off);
+    let nvme = NvmeOptions::new(folder.path(), Bytes(4096));
+    let spill = Spill::open(&NvmeOptions { backend, direct, debug_boundaries: true, ..nvme }).unwrap();
+    for offset in 0..MOST_RECORDS as u64 + 3 {
+        spill.noted(Op::Write, offset, 1, &[]);
+    }
+    let records = spill.take_boundary_records();
+    assert_eq!((records.len(), records[0].offset), (MOST_RECORDS, 3));
+    assert!(spill.take_boundary_records().is_empty());
+}

@@ -8,6 +8,7 @@
 
 mod messages;
 mod mutants;
+mod overtaking;
 mod program;
 mod runs;
 mod steps;

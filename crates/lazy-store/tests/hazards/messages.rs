@@ -24,6 +24,13 @@ fn the_page_of_failures_quotes_the_messages_as_they_are() {
             wanted: 0x1c29_1ca3,
             got: 0x8d5b_60f1,
         },
+        StoreError::NoSlot {
+            op: "write",
+            path: "/nvme/state/a".into(),
+            offset: 0,
+            bytes: Bytes(1 << 16),
+            granularity: 16384,
+        },
         StoreError::InUse { path: "/nvme/state".into() },
         StoreError::Exists { path: "/nvme/state/a".into() },
         StoreError::BadName { name: "../a".into() },

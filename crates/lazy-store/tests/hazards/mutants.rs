@@ -22,7 +22,7 @@ fn all_waits() -> Vec<Wait> {
         waits.extend(sources.map(|source| Wait::Release(source, tier)));
         waits.extend([Side::Before, Side::After].map(|side| Wait::Remainder(side, tier)));
     }
-    // One lane alone writes the spill file, and lanes keep their order by themselves.
+    // One lane alone writes the spill file, and in seeded order it runs one task at a time. `overtaking` is about threads.
     waits.retain(|&wait| wait != Wait::Release(Source::Write, Tier::Nvme));
     waits
 }

@@ -135,6 +135,32 @@ fn t8_after_each_kill_a_sweep_removes_the_dead_run_and_nothing_else() {
     assert!(removed as u64 * 2 > kills);
 }
 
+/// Not a test of its own: runs that spill and check what they spilled, beside others under the same root, each of which
+/// begins with a sweep. Its exit says whether all went well.
+#[test]
+fn child_that_runs_beside_others() {
+    let Some(root) = child_root() else { return };
+    for _ in 0..20 {
+        sweep(&root).unwrap();
+        let run = RunDir::create(&root).unwrap();
+        std::fs::write(run.path().join("mine"), std::process::id().to_string()).unwrap();
+        let store = store(run.path(), Bytes::from_mib(2), DirectChoice::Auto).unwrap();
+        spill(&store, Bytes::from_mib(1)).unwrap();
+        assert!(sweep(&root).unwrap().alive.iter().any(|alive| alive == run.path()));
+        assert_eq!(std::fs::read_to_string(run.path().join("mine")).unwrap(), std::process::id().to_string());
+    }
+}
+
+#[test]
+fn t8_processes_under_one_root_leave_each_other_alone() {
+    let root = folder();
+    let start = || child("runs::child_that_runs_beside_others", root.path()).spawn().unwrap();
+    for mut one in [(); 3].map(|()| start()) {
+        assert!(one.wait().unwrap().success());
+    }
+    assert_eq!(contents(root.path()).len(), 0, "everybody removed what was his");
+}
+
 /// Mounts in a namespace of its own, for a test that then runs there.
 #[derive(Clone, Copy)]
 enum Disk {
