@@ -11,6 +11,7 @@ pub(crate) mod cufile;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fault;
 pub(crate) mod fs;
+pub(crate) mod helper;
 pub(crate) mod hooks;
 pub(crate) mod make;
 pub(crate) mod meter;

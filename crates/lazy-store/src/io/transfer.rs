@@ -2,7 +2,7 @@
 //!
 //! A job is cut into pieces of at most one request. A piece moves where it lies, if its address and length suit the file;
 //! otherwise through a slot of aligned memory, into and out of which a device may copy on a stream of its own. Checksums
-//! and copies are done while other pieces are in flight.
+//! and copies are done while other pieces are in flight; those of long pieces that were read, by a thread beside this one.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,6 +13,7 @@ use std::time::Duration;
 use lazy_model::Bytes;
 use rustix::io::Errno;
 
+use super::helper::Helper;
 use super::slots::Slots;
 use super::stripes::{OpenFile, Place, Stripes};
 use super::{Done, Op, Queue, Request, Window, fs};
@@ -26,6 +27,9 @@ const FREE_STALLS: u32 = 20;
 /// Copies out of slots that may be under way while the drive is waited for: they are far quicker than it, so the oldest of
 /// more than these is as good as done.
 const COPIES: usize = 1;
+
+/// Pieces read that are at least this long are looked at by the helper: for shorter ones, waking it costs as much.
+const HELPED: usize = 1 << 18;
 
 /// Copies between a device's memory and a slot in host memory, on a stream of its own. The slot belongs to the copy from
 /// `start` until `wait` returns, and has at most one copy under way.
@@ -75,6 +79,10 @@ pub(crate) struct Engine {
     pub(crate) queue: Box<dyn Queue>,
     op: Op,
     slots: Slots,
+    /// Started when there is something for it.
+    helper: Option<Helper>,
+    /// There is none to be had.
+    no_helper: bool,
 }
 
 /// A part of a job that one request can move.
@@ -124,7 +132,7 @@ struct Running<'a> {
 
 impl Engine {
     pub(crate) fn new(queue: Box<dyn Queue>, op: Op, slots: Slots) -> Self {
-        Engine { queue, op, slots }
+        Engine { queue, op, slots, helper: None, no_helper: false }
     }
 
     /// [`Queue::register_memory`].
@@ -140,11 +148,14 @@ impl Engine {
     /// Carries out jobs until the feed has none. Returns only when nothing is under way.
     pub(crate) fn run<'a>(&mut self, feed: &mut dyn Feed<'a>) {
         self.slots.reset();
-        let Engine { queue, op, slots } = self;
+        let Engine { queue, op, slots, helper, no_helper } = self;
         let run = Run {
             queue: queue.as_mut(),
             op: *op,
             slots,
+            helper,
+            no_helper,
+            helped: VecDeque::new(),
             jobs: Vec::new(),
             current: None,
             pieces: Vec::new(),
@@ -182,6 +193,10 @@ struct Run<'e, 'a> {
     queue: &'e mut dyn Queue,
     op: Op,
     slots: &'e mut Slots,
+    helper: &'e mut Option<Helper>,
+    no_helper: &'e mut bool,
+    /// Pieces that the helper looks at, in its order.
+    helped: VecDeque<usize>,
     jobs: Vec<Option<Running<'a>>>,
     /// The job whose pieces are being started.
     current: Option<usize>,
@@ -203,12 +218,13 @@ impl<'a> Run<'_, 'a> {
     fn drive(mut self, feed: &mut dyn Feed<'a>) {
         let mut done = Vec::new();
         loop {
+            self.take_notes(false, feed);
             self.start_pieces(feed);
             let waiting = match self.op {
                 Op::Write => 0,
                 Op::Read => COPIES,
             };
-            let idle = self.in_flight == 0 && self.chores.is_empty();
+            let idle = self.in_flight == 0 && self.chores.is_empty() && self.helped.is_empty();
             let polled = if self.copying.len() > waiting || (idle && !self.copying.is_empty()) {
                 let polled = self.queue.poll(&mut done);
                 self.end_oldest_copy(feed);
@@ -219,6 +235,9 @@ impl<'a> Run<'_, 'a> {
                 polled
             } else if self.in_flight > 0 {
                 self.queue.wait(&mut done)
+            } else if !self.helped.is_empty() {
+                self.take_notes(true, feed);
+                continue;
             } else if self.fail_stuck(feed) {
                 continue;
             } else {
@@ -376,7 +395,9 @@ impl<'a> Run<'_, 'a> {
         file.meter(self.op).ended(result.as_ref().map_or(0, |&count| count));
         match piece.take(self.op, file, result) {
             Ok(true) if self.op == Op::Read && (piece.slot.is_some() || running.job.watch.looks()) => {
-                self.chores.push_back(tag);
+                if !self.help(tag) {
+                    self.chores.push_back(tag);
+                }
             }
             Ok(true) => self.close(tag, feed),
             // After a failure the rest is only waited for.
@@ -386,22 +407,82 @@ impl<'a> Run<'_, 'a> {
         }
     }
 
-    /// Notes what the bytes of a piece are; and for a read, compares that and copies them out of their slot.
+    /// Where the bytes of a piece are.
+    fn window(&self, piece: &Piece, running: &Running<'_>) -> Window {
+        let in_memory = running.window.part(piece.at as usize, piece.len);
+        piece.slot.map_or(in_memory, |slot| self.slots.window(slot, piece.len))
+    }
+
+    /// Lets the helper look at a piece that was read; `false` where that is left to this thread.
+    fn help(&mut self, tag: usize) -> bool {
+        let piece = &self.pieces[tag];
+        let Some(Some(running)) = self.jobs.get(piece.job) else { return false };
+        if piece.len < HELPED || !running.job.watch.looks() || *self.no_helper {
+            return false;
+        }
+        let window = self.window(piece, running);
+        if self.helper.is_none() {
+            *self.helper = Helper::start();
+            *self.no_helper = self.helper.is_none();
+        }
+        // SAFETY: the piece holds its slot, or the job its memory, initialised, and nothing is in flight with it; it is held
+        // until its note is taken, by `drop` at the latest.
+        let helped = self.helper.as_ref().is_some_and(|h| unsafe { h.look(window, &running.job.watch) });
+        if helped {
+            self.helped.push_back(tag);
+        }
+        helped
+    }
+
+    /// Goes on with the pieces that the helper has looked at; where that is wanted, waits for one.
+    fn take_notes(&mut self, mut wait: bool, feed: &mut dyn Feed<'a>) {
+        while let (Some(&tag), Some(helper)) = (self.helped.front(), self.helper.as_ref()) {
+            match helper.note(wait) {
+                Ok(Some(note)) => {
+                    self.helped.pop_front();
+                    let Piece { job, index, .. } = self.pieces[tag];
+                    if let Some(Some(running)) = self.jobs.get_mut(job) {
+                        running.notes[index] = note;
+                    }
+                    self.looked_at(tag, feed);
+                }
+                Ok(None) => return,
+                // It is gone: what is left is this thread's.
+                Err(()) => {
+                    (*self.helper, *self.no_helper) = (None, true);
+                    self.chores.extend(self.helped.drain(..));
+                }
+            }
+            wait = false;
+        }
+    }
+
+    /// Notes what the bytes of a piece are, and goes on with it.
     fn look_at(&mut self, tag: usize, feed: &mut dyn Feed<'a>) {
         let piece = &self.pieces[tag];
-        let Some(Some(running)) = self.jobs.get_mut(piece.job) else { return };
-        let in_memory = running.window.part(piece.at as usize, piece.len);
-        let window = piece.slot.map_or(in_memory, |slot| self.slots.window(slot, piece.len));
-        // SAFETY: the piece holds its slot, or the job its memory, initialised; a write in flight only reads it, and a
-        // read has ended.
-        let bytes = unsafe { window.bytes() };
-        let watch = &running.job.watch;
+        let Some(Some(running)) = self.jobs.get(piece.job) else { return };
+        let (job, index, watch) = (piece.job, piece.index, &running.job.watch);
         if watch.looks() {
-            running.notes[piece.index] = watch.note(bytes);
+            // SAFETY: the piece holds its slot, or the job its memory, initialised; a write in flight only reads it, and a
+            // read has ended.
+            let note = watch.note(unsafe { self.window(piece, running).bytes() });
+            if let Some(Some(running)) = self.jobs.get_mut(job) {
+                running.notes[index] = note;
+            }
         }
-        if self.op == Op::Write {
-            return self.close(tag, feed);
+        match self.op {
+            Op::Write => self.close(tag, feed),
+            Op::Read => self.looked_at(tag, feed),
         }
+    }
+
+    /// Compares what was noted of a piece that was read, and copies it out of its slot.
+    fn looked_at(&mut self, tag: usize, feed: &mut dyn Feed<'a>) {
+        let piece = &self.pieces[tag];
+        let Some(Some(running)) = self.jobs.get(piece.job) else { return };
+        let window = self.window(piece, running);
+        let Some(Some(running)) = self.jobs.get_mut(piece.job) else { return };
+        let watch = &running.job.watch;
         if let Some((wanted, got)) = watch.differs(piece.index, running.notes[piece.index].checksum) {
             let error = StoreError::Corrupt {
                 path: running.job.files.file(piece.file).path.clone(),
@@ -423,7 +504,9 @@ impl<'a> Run<'_, 'a> {
             };
         }
         // SAFETY: the job holds its memory exclusively, and no other piece touches this part.
-        unsafe { in_memory.bytes_mut() }.copy_from_slice(bytes);
+        let to = unsafe { running.window.part(piece.at as usize, piece.len).bytes_mut() };
+        // SAFETY: the piece holds its slot, and nothing is in flight with it.
+        to.copy_from_slice(unsafe { window.bytes() });
         self.close(tag, feed);
     }
 
@@ -491,6 +574,10 @@ impl<'a> Run<'_, 'a> {
 impl Drop for Run<'_, '_> {
     /// Waits for what is under way, where `drive` did not: on a panic.
     fn drop(&mut self) {
+        while self.helped.pop_front().is_some() {
+            // Once it is gone, it looks at nothing any more.
+            let _ = self.helper.as_ref().map(|helper| helper.note(true));
+        }
         let mut done = Vec::new();
         while self.in_flight > 0 && self.queue.wait(&mut done).is_ok() {
             self.in_flight = self.in_flight.saturating_sub(done.len());
