@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
-use crate::json::{kind, parse};
+use crate::json::{self, kind, parse};
 use crate::units::{BoundaryIndex, Bytes, BytesPerSecond, LayerIndex, Placement};
 
 /// More layers than this are refused: the placement problem has a row per layer with an entry per layer.
@@ -26,9 +26,9 @@ pub enum ChainError {
     /// The text is not JSON, or not an object.
     #[error("the cost chain is not a JSON object: {0}")]
     Syntax(String),
-    /// A required key is absent.
-    #[error("the cost chain lacks the key `{0}`")]
-    Missing(&'static str),
+    /// Required keys are absent: all of them.
+    #[error("the cost chain lacks {}: add {}", quoted(.0), if .0.len() == 1 { "it" } else { "them" })]
+    Missing(Vec<&'static str>),
     /// A key that no chain has.
     #[error("the cost chain has an unknown key `{0}`; remove it or correct its spelling")]
     Unknown(String),
@@ -40,6 +40,12 @@ pub enum ChainError {
         /// What it holds and what it should hold.
         problem: String,
     },
+}
+
+/// "the key `a`", "the keys `a`, `b`".
+fn quoted(keys: &[&str]) -> String {
+    let list: Vec<String> = keys.iter().map(|key| format!("`{key}`")).collect();
+    format!("the key{} {}", if keys.len() == 1 { "" } else { "s" }, list.join(", "))
 }
 
 fn invalid(key: impl Into<String>, problem: impl Into<String>) -> ChainError {
@@ -250,17 +256,18 @@ impl CostChain {
 
     /// What a chain that asks for the keep model must bring along.
     fn validate_keep(&self) -> Result<(), ChainError> {
-        for (key, present) in [
+        let needed = [
             ("layer_internal_bytes", self.layer_internal_bytes.is_some()),
             ("layer_forward_workspace_bytes", self.layer_forward_workspace_bytes.is_some()),
             ("layer_backward_workspace_bytes", self.layer_backward_workspace_bytes.is_some()),
             ("loss_workspace_bytes", self.loss_workspace_bytes.is_some()),
             ("hbm_fixed_bytes", self.hbm_fixed_bytes.is_some()),
             ("transfer_slack_bytes", self.transfer_slack_bytes.is_some()),
-        ] {
-            if !present {
-                return Err(ChainError::Missing(key));
-            }
+        ];
+        let missing: Vec<_> =
+            needed.into_iter().filter(|(_, present)| !present).map(|(key, _)| key).collect();
+        if !missing.is_empty() {
+            return Err(ChainError::Missing(missing));
         }
         for (key, got, want) in [
             ("d2h_first_window_offset", self.d2h_first_window_offset, 0),
@@ -381,6 +388,30 @@ fn write_keep<S: serde::Serializer>(
     serializer.collect_map(keep.iter().map(|(l, k)| (l.to_string(), if *k { "K" } else { "-" })))
 }
 
+/// What every chain says.
+const REQUIRED: [&str; 20] = [
+    "layers",
+    "layer_window_ms",
+    "layer_recompute_ms",
+    "boundary_bytes",
+    "param_h2d_bytes",
+    "grad_d2h_bytes",
+    "gpu_budget_bytes",
+    "cpu_budget_bytes",
+    "nvme_budget_bytes",
+    "d2h_bytes_per_s",
+    "h2d_bytes_per_s",
+    "nvme_write_bytes_per_s",
+    "nvme_read_bytes_per_s",
+    "pcie_window_scale",
+    "nvme_window_scale",
+    "pcie_capacity_fraction",
+    "nvme_capacity_fraction",
+    "max_segment_layers",
+    "checkpoint_penalty",
+    "nvme_tiebreak",
+];
+
 /// Takes typed values out of an object, naming the key in every refusal.
 struct Reader(Map<String, Value>);
 
@@ -397,17 +428,24 @@ impl Reader {
         }
     }
 
+    /// Refuses an object that lacks any of `keys`, naming all it lacks.
+    fn all_present(&self, keys: &[&'static str]) -> Result<(), ChainError> {
+        let absent = |key: &&str| self.0.get(*key).is_none_or(Value::is_null);
+        let missing: Vec<_> = keys.iter().copied().filter(absent).collect();
+        if missing.is_empty() { Ok(()) } else { Err(ChainError::Missing(missing)) }
+    }
+
     fn required<T>(
         &mut self,
         key: &'static str,
         read: fn(&str, Value) -> Result<T, ChainError>,
     ) -> Result<T, ChainError> {
-        self.optional(key, read)?.ok_or(ChainError::Missing(key))
+        self.optional(key, read)?.ok_or_else(|| ChainError::Missing(vec![key]))
     }
 }
 
 fn whole(key: &str, value: Value) -> Result<u64, ChainError> {
-    value.as_u64().ok_or_else(|| invalid(key, format!("{value}; it must be a whole number, 0 or more")))
+    json::whole(&value).ok_or_else(|| invalid(key, format!("{value}; it must be a whole number, 0 or more")))
 }
 
 fn count(key: &str, value: Value) -> Result<usize, ChainError> {
@@ -530,6 +568,7 @@ impl TryFrom<Map<String, Value>> for CostChain {
         let mut r = Reader(map);
         r.0.remove("expected");
         r.0.remove("proof");
+        r.all_present(&REQUIRED)?;
         // First, so that a wild count is refused before anything is sized by it.
         let layers = r.required("layers", count)?;
         check_layers(layers)?;
@@ -646,6 +685,11 @@ mod tests {
             let message = with(key, value).unwrap_err().to_string();
             assert!(message.contains(named), "{key}: {value} gave: {message}");
         }
+        let bare = CostChain::from_json(r#"{"layers": 2, "nvme_tiebreak": null}"#).unwrap_err();
+        let ChainError::Missing(keys) = &bare else { panic!("{bare}") };
+        assert_eq!(keys[..], REQUIRED[1..]);
+        assert!(bare.to_string().contains("`layer_window_ms`, ") && bare.to_string().contains("add them"));
+        assert_eq!(with("gpu_budget_bytes", "40.0").unwrap().gpu_budget_bytes, Bytes(40));
         assert!(CostChain::from_json("[]").unwrap_err().to_string().contains("object"));
     }
 }

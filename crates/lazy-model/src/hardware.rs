@@ -37,7 +37,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::Error;
-use crate::json::{Object, parse};
+use crate::json::{Object, parse, whole};
 use crate::timeline::{Contention, LinkRates, StepCosts};
 use crate::units::{Bytes, BytesPerSecond, Seconds, Tier};
 
@@ -328,7 +328,7 @@ fn need<T>(object: &Object<'_>, key: &str, value: Option<T>) -> Result<T, Error>
 
 fn tiers(object: &Object<'_>) -> Result<Tiers, Error> {
     object.only(&["hbm_bytes", "host_bytes", "nvme_bytes"])?;
-    let bytes = |value: &Value| value.as_u64().map(Bytes).ok_or("a whole number of bytes");
+    let bytes = |value: &Value| whole(value).map(Bytes).ok_or("a whole number of bytes");
     Ok(Tiers {
         hbm: marked(object, "hbm_bytes", bytes)?,
         host: marked(object, "host_bytes", bytes)?,

@@ -134,6 +134,15 @@ impl<'a> Object<'a> {
     }
 }
 
+/// A whole number, however it is spelled: `2e12` is one as much as `2000000000000`.
+pub(crate) fn whole(value: &Value) -> Option<u64> {
+    /// Above, floats have gaps wider than one, so a whole one says little of what was meant.
+    const EXACT: f64 = (1u64 << 53) as f64;
+    value.as_u64().or_else(|| {
+        value.as_f64().filter(|v| v.fract() == 0.0 && (0.0..=EXACT).contains(v)).map(|v| v as u64)
+    })
+}
+
 /// A short description of a value for messages; long texts are cut.
 pub(crate) fn kind(value: &Value) -> String {
     match value {
@@ -222,6 +231,23 @@ impl<'de> Visitor<'de> for AnyValue {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn whole_numbers_may_be_spelled_as_floats() {
+        let read = |text: &str| whole(&parse(text).unwrap());
+        for (text, found) in [
+            ("2000000000000", Some(2_000_000_000_000)),
+            ("2000000000000.0", Some(2_000_000_000_000)),
+            ("2e12", Some(2_000_000_000_000)),
+            ("18446744073709551615", Some(u64::MAX)),
+            ("0.5", None),
+            ("-1.0", None),
+            ("1e300", None),
+            ("\"1\"", None),
+        ] {
+            assert_eq!(read(text), found, "{text}");
+        }
+    }
 
     #[test]
     fn a_key_has_one_value() {

@@ -50,6 +50,28 @@ fn the_map_shows_every_boundary_where_it_was_placed() {
     assert_sound(&html);
 }
 
+/// A plan's picture says nothing of what the plan does not know: internals without letters for them, an optimizer without times.
+#[test]
+fn what_a_plan_does_not_know_is_left_out() {
+    let known = RunReport {
+        placement: vec![Placement::Hbm; 3],
+        keep: vec![true, false],
+        spans: vec![
+            span("forward 0", Lane::Compute, 0.0, 1.0, 0),
+            span("adam", Lane::Optimizer, 1.0, 2.0, 0),
+        ],
+        ..RunReport::default()
+    };
+    let without = RunReport { keep: vec![], spans: known.spans[..1].to_vec(), ..known.clone() };
+    for (report, shown) in [(known, true), (without, false)] {
+        let html = report.to_html();
+        for part in ["internals kept", ">Optimizer<", ">optimizer<"] {
+            assert_eq!(html.contains(part), shown, "{part}");
+        }
+        assert_sound(&html);
+    }
+}
+
 #[test]
 fn the_table_carries_exact_values_and_the_difference() {
     let report = RunReport {

@@ -27,7 +27,8 @@ pub struct BudgetArgs {
     /// The same in GiB
     #[arg(long, value_name = "GIB", conflicts_with = "nvme_mib")]
     pub nvme_gib: Option<f64>,
-    /// Machine: a hardware profile (JSON) that `probe` wrote; `lazy-plan` also knows reference, h200, h100 and rtx4090 by name
+    /// Machine: a hardware profile (JSON) that `probe` wrote; `lazy-plan` also knows reference, h200, h100 and rtx4090 by
+    /// name, and its --h2d-gbps, --d2h-gbps, --nvme-read-gbps and --nvme-write-gbps replace the machine's rates
     #[arg(long, value_name = "FILE", visible_alias = "machine")]
     pub profile: Option<PathBuf>,
 }

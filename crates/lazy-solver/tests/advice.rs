@@ -1,7 +1,7 @@
 //! What `lazy-plan` says beside a plan: what would help, what was assumed, and why there is none.
 
 #![cfg(feature = "cli")]
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -15,8 +15,9 @@ fn run(words: &str) -> Output {
 
 fn json(words: &str) -> Value {
     let output = run(&format!("{words} --json"));
-    assert!(output.status.success(), "{words}: {}", text(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
+    let value: Value = serde_json::from_slice(&output.stdout).expect(&text(&output.stderr));
+    assert_eq!(output.status.success(), value["status"] != "infeasible", "{words}");
+    value
 }
 
 /// What a refused command says.
@@ -71,10 +72,10 @@ fn faster_links_save_what_they_are_said_to() {
 #[test]
 fn rates_beside_a_machine_say_which_objective_they_select() {
     let model = "--model qwen3-4b --machine h200 --batch 1 --seq 512";
-    let refused = refusal(&format!("{model} --h2d-gbps 20"));
-    assert!(refused.contains("--objective physical"), "{refused}");
     // Both directions at once slow the link down as they did: 44 of 51 GB/s.
-    let plan = json(&format!("{model} --h2d-gbps 20 --objective physical"));
+    let plan = json(&format!("{model} --h2d-gbps 20"));
+    assert_eq!(plan["objective"], "physical");
+    assert!(notes(&plan).contains("--h2d-gbps 20 in the place of the rates of h200"), "{plan}");
     let link = &plan["links"]["h2d"];
     assert_eq!(link["bytes_per_s"], 20e9);
     assert!((link["both_bytes_per_s"].as_f64().unwrap() - 20e9 * 44.0 / 51.0).abs() < 1.0, "{link}");
@@ -95,8 +96,16 @@ fn a_row_of_a_sweep_without_a_plan_has_a_status_and_a_reason() {
     assert!(rows[0]["message"].as_str().unwrap().contains("hbm") && rows[0]["counts"].is_null());
     assert!(rows[1]["message"].is_null());
     let shown = text(&run(words).stdout);
-    let cells: Vec<&str> = shown.lines().nth(1).unwrap().split_whitespace().collect();
-    assert_eq!(cells, ["1", "infeasible", "-", "-", "-", "-", "-", "-", "-", "-"]);
+    let row = |nth: usize| -> Vec<String> {
+        let rows = shown.lines().filter(|line| !line.starts_with("note: "));
+        rows.skip(nth).next().unwrap().split_whitespace().map(str::to_owned).collect()
+    };
+    assert_eq!(row(1)[..2], ["1", "infeasible"]);
+    assert!(row(1)[2..].iter().all(|cell| cell == "-"), "{shown}");
+    // Steps, tokens a second, how far from the best, what HBM holds at most.
+    let tokens = format!("{:.1}", rows[1]["tokens_per_s"].as_f64().unwrap());
+    let hbm = format!("{:.3}", rows[1]["peaks"]["hbm"].as_f64().unwrap() / f64::from(1u32 << 30));
+    assert_eq!(row(2)[10..15], [&tokens, "0.000", "%", &hbm, "GiB"]);
     assert!(shown.contains("\nhbm-gib=1: the hbm budget is 1.000 GiB"), "{shown}");
 }
 
@@ -147,4 +156,102 @@ fn greedy_keeps_the_last_boundary_in_hbm() {
     let plan = json(&format!("{words} {}", "G".repeat(37)));
     let greedy = plan["baselines"].as_array().unwrap().iter().find(|b| b["name"] == "greedy").unwrap();
     assert!(greedy["placement"].as_str().unwrap().ends_with('G'), "{greedy}");
+}
+
+/// The h200 preset with a part of its JSON replaced.
+fn profile(name: &str, change: impl FnOnce(&mut Value)) -> String {
+    let mut profile: Value =
+        serde_json::from_str(&HardwareProfile::preset("h200").unwrap().to_json()).unwrap();
+    change(&mut profile);
+    write(name, &profile.to_string()).display().to_string()
+}
+
+fn assumed(value: impl Into<Value>) -> Value {
+    serde_json::json!({"value": value.into(), "source": "assumed", "by": "this test"})
+}
+
+#[test]
+fn times_of_a_profile_say_what_they_are_of_and_when_they_are_not_used() {
+    let machine = |layers: usize| {
+        profile(&format!("times-{layers}.json"), |profile| {
+            let each = || assumed(vec![10.0; layers]);
+            profile["times"] = serde_json::json!({
+                "workload": "me", "forward_ms": each(), "saving_forward_ms": each(), "backward_ms": each(),
+                "prologue_ms": assumed(1.0), "prologue_backward_ms": assumed(1.0), "epilogue_ms": assumed(1.0),
+            });
+        })
+    };
+    let model = "--model qwen3-4b --seq 512 --time-limit-s 20";
+    let used = json(&format!("{model} --machine {}", machine(36)));
+    assert!(notes(&used).contains("of the workload `me`, whatever the batch and sequence"), "{used}");
+    let unused = json(&format!("{model} --machine {}", machine(26)));
+    assert!(notes(&unused).contains("they are of 26 layers, the model has 36"), "{unused}");
+    let plain = json(&format!("{model} --machine h200"));
+    assert_eq!(plain["predicted_step_s"], unused["predicted_step_s"]);
+    assert!(!notes(&plain).contains("times"), "{plain}");
+    // In a sweep too, where the same times come out for every batch: said once, above the rows.
+    let shown = text(&run(&format!("{model} --machine {} --sweep batch=1..3", machine(36))).stdout);
+    assert_eq!(shown.matches("whatever the batch").count(), 1, "{shown}");
+    let values: Vec<&str> = shown.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(values[values.len() - 3..], ["1", "2", "3"], "{shown}");
+    assert!(refusal(&format!("{model} --machine h200 --sweep batch=3..1")).contains("no range"));
+}
+
+/// An optimizer that takes most of the step is what limits it, and half of it is what twice its rate saves.
+#[test]
+fn an_optimizer_that_takes_most_of_the_step_is_named() {
+    let machine = profile("optimizer.json", |profile| profile["optimizer_elements_per_s"] = assumed(1e9));
+    let plan = json(&format!("--model qwen3-4b --batch 1 --seq 512 --machine {machine} --next-change"));
+    let limit = plan["limited_by"][0].as_str().unwrap();
+    assert!(limit.starts_with("the optimizer (4.022 s of 4."), "{limit}");
+    let first = &plan["next_change"][0];
+    assert_eq!(first["kind"], "optimizer");
+    assert!((first["saves_ms"].as_f64().unwrap() - 4022.468096 / 2.0).abs() < 1e-6, "{first}");
+    assert!(first["text"].as_str().unwrap().contains("--micro-batches"), "{first}");
+}
+
+#[test]
+fn budgets_that_a_machine_does_not_have_and_tiers_out_of_reach_are_noted() {
+    let model = "--model qwen3-4b --machine h100 --batch 1 --seq 512";
+    let plan = json(&format!("{model} --hbm-gib 200 --host-gib 0"));
+    assert!(notes(&plan).contains("h100 has 79.000 GiB of hbm, and the budget is 200.000 GiB"), "{plan}");
+    assert!(notes(&plan).contains("nothing goes to NVMe") && notes(&plan).contains("--host-gib"), "{plan}");
+    let plain = notes(&json(model));
+    assert!(!plain.contains("the budget is") && !plain.contains("nothing goes to NVMe"), "{plain}");
+}
+
+/// More of either tier makes room for what is short of it: then the cheaper one is named first.
+#[test]
+fn tiers_that_save_as_much_are_named_together_the_cheaper_first() {
+    let chain = serde_json::json!({
+        "layers": 2, "layer_window_ms": [1000, 1000], "layer_recompute_ms": [10, 10],
+        "boundary_bytes": [1024, 1024, 1024], "param_h2d_bytes": [0, 0], "grad_d2h_bytes": [0, 0],
+        "gpu_budget_bytes": 1024, "cpu_budget_bytes": 1024, "nvme_budget_bytes": 0,
+        "d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "nvme_write_bytes_per_s": 0, "nvme_read_bytes_per_s": 0,
+        "pcie_window_scale": 1, "nvme_window_scale": 1, "pcie_capacity_fraction": 1, "nvme_capacity_fraction": 1,
+        "max_segment_layers": 2, "checkpoint_penalty": 0, "nvme_tiebreak": 0,
+    });
+    let words = format!("--chain {}", write("tied.json", &chain.to_string()).display());
+    let shown = text(&run(&words).stdout);
+    let said = "4.0 KiB more host RAM (--host-activation-gib 0.00000477) or HBM (--hbm-activation-gib 0.00000477) saves 10.00 ms";
+    assert!(shown.contains(said), "{shown}");
+    let first = &json(&format!("{words} --next-change"))["next_change"][0];
+    assert_eq!(first["tier"], "host");
+}
+
+/// What docs/formats.md gives as a first chain is one.
+#[test]
+fn the_documented_chain_is_read() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/formats.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let section = page.split("## Cost chain").nth(1).unwrap();
+    let example: String = section
+        .lines()
+        .skip_while(|line| *line != "    {")
+        .take_while(|line| line.starts_with("    "))
+        .collect();
+    let plan = json(&format!("--chain {}", write("documented.json", &example).display()));
+    assert_eq!((&plan["status"], &plan["placement"]), (&"optimal".into(), &"CCGG".into()), "{plan}");
+    let bare = refusal(&format!("--chain {}", write("bare.json", "{\"layers\": 1}").display()));
+    assert!(bare.contains("`layer_window_ms`") && bare.contains("`nvme_tiebreak`"), "{bare}");
 }

@@ -92,6 +92,7 @@ impl Arena {
             wanted: Bytes(wanted),
             live: Bytes(self.live_bytes),
             budget: Bytes(self.budget),
+            staging: Bytes::ZERO,
             longest: Bytes(longest),
         })
     }

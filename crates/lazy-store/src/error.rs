@@ -14,8 +14,9 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync + 'static>;
 pub enum StoreError {
     /// No free range of a tier is long enough. Nothing was moved elsewhere to make room.
     #[error(
-        "{tier} has no free range of {wanted}: {live} of {budget} are in use and the longest free range is \
-         {longest}; raise the {tier} budget or place less there"
+        "{tier} has no free range of {wanted}: {live} of {budget}{} are in use and the longest free range is \
+         {longest}; raise the {tier} budget or place less there",
+        beside_staging(*.staging)
     )]
     OutOfBudget {
         /// The tier asked for.
@@ -24,8 +25,10 @@ pub enum StoreError {
         wanted: Bytes,
         /// Bytes in use.
         live: Bytes,
-        /// The tier's budget.
+        /// The tier's budget, less the staging.
         budget: Bytes,
+        /// What staging for NVMe takes of the tier besides.
+        staging: Bytes,
         /// The longest free range.
         longest: Bytes,
     },
@@ -229,7 +232,7 @@ pub enum StoreError {
         free: Bytes,
     },
     /// The operating system refused something other than a transfer.
-    #[error("cannot {op} {path}: {source}", path = path.display())]
+    #[error("cannot {op} {path}: {source}{advice}", path = shown(path), advice = advice(source))]
     File {
         /// What was tried, as a verb.
         op: &'static str,
@@ -318,6 +321,12 @@ pub enum StoreError {
         /// What the device said.
         source: BoxError,
     },
+    /// One folder was given twice for the spill files: two files on one drive would pass for two drives.
+    #[error("{} is named twice in `NvmeOptions::dirs`; name each drive's folder once", path.display())]
+    SameDir {
+        /// The folder.
+        path: PathBuf,
+    },
     /// No folder was given for the spill files.
     #[error("the nvme tier has no folder for its spill file; name at least one in `NvmeOptions::dirs`")]
     NoSpillDir,
@@ -362,9 +371,7 @@ pub enum StoreError {
         reason: String,
     },
     /// A native library cannot be loaded.
-    #[error(
-        "{what} is not on this machine: none of {names} can be loaded ({reason}); install it, or set CUDA_HOME or LD_LIBRARY_PATH to where it is"
-    )]
+    #[error("{what} is not on this machine: none of {names} can be loaded ({reason}); {}", missing(names))]
     LibraryMissing {
         /// What the library is.
         what: &'static str,
@@ -429,6 +436,38 @@ pub enum StoreError {
         /// What to do instead.
         instead: &'static str,
     },
+}
+
+fn beside_staging(staging: Bytes) -> String {
+    if staging == Bytes::ZERO {
+        return String::new();
+    }
+    format!(" (staging for NVMe takes {staging} of the budget besides)")
+}
+
+/// A path for people, who see nothing where there is nothing.
+fn shown(path: &Path) -> std::path::Display<'_> {
+    let path = if path.as_os_str().is_empty() { Path::new("'' (an empty path)") } else { path };
+    path.display()
+}
+
+/// What to do about a folder that takes no files.
+pub(crate) fn advice(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "; choose a folder that this user may write to"
+        }
+        _ => "",
+    }
+}
+
+/// The driver comes with the GPU, and no toolkit has it.
+fn missing(names: &str) -> &'static str {
+    if names.contains("libcuda.so") {
+        "install the NVIDIA driver (in a container: start it with its GPUs), or take the host device"
+    } else {
+        "install it, or set CUDA_HOME or LD_LIBRARY_PATH to where it is"
+    }
 }
 
 impl StoreError {

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use lazy_model::{Bytes, BytesPerSecond, Seconds};
 
+use crate::io::fs::UNKNOWN;
+
 /// How to open a store. Budgets are hard limits.
 #[derive(Clone, Debug, Default)]
 pub struct StoreOptions {
@@ -58,10 +60,28 @@ pub enum QueueOrder {
 /// let options = NvmeOptions { checksum: Checksum::Crc32c, ..NvmeOptions::new("/mnt/nvme/scratch", Bytes::from_gib(100.0)) };
 /// assert_eq!(options.dirs.len(), 1);
 /// ```
+///
+/// Bytes from host RAM to NVMe and back. Nothing waits until `get` does: each task waits for those before it that use its extents.
+///
+/// ```
+/// use lazy_store::{Bytes, NvmeOptions, Store, StoreOptions, Tier};
+///
+/// # let folder = tempfile::tempdir()?;
+/// # let scratch = folder.path();
+/// let nvme = NvmeOptions::new(scratch, Bytes::from_mib(8));
+/// let store = Store::open(StoreOptions { host: Bytes::from_mib(2), nvme: Some(nvme), ..StoreOptions::default() })?;
+/// let host = store.put("boundary 0", Tier::Host, vec![7; 1 << 20])?;
+/// let spilled = store.prefetch("boundary 0 out", &host, Tier::Nvme)?;
+/// store.release(host); // its next owner waits for the copy
+/// let back = store.prefetch("boundary 0 in", &spilled, Tier::Host)?;
+/// store.release(spilled);
+/// assert_eq!(store.get(&back)?, vec![7; 1 << 20]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct NvmeOptions {
-    /// Folders for the spill files of this run, one a drive; each is made, private to the user, if absent. Extents are
-    /// striped over them, a request to each in turn.
+    /// Folders for the spill files of this run, one a drive and none twice; each is made, private to the user, if absent. Extents
+    /// are striped over them, a request to each in turn.
     pub dirs: Vec<PathBuf>,
     /// Size of the tier, allocated at open: that of all spill files together.
     pub bytes: Bytes,
@@ -74,7 +94,8 @@ pub struct NvmeOptions {
     /// What each drive's maker warrants to be written to it in its life (TBW), for the estimate in [`DriveReport`].
     pub tbw: Option<Bytes>,
     /// Memory for copies between HBM and NVMe that pass through no host extent, charged to the host budget; zero for no
-    /// such copies. Half of it serves each direction, in slots of one request.
+    /// such copies. Half of it serves each direction, in slots of one request (1 MiB), two at least: so it is rounded down to a
+    /// multiple of 2 MiB, and anything below 4 MiB is taken as 4 MiB.
     pub staging: Bytes,
     /// Keep a [`BoundaryRecord`] of every extent before it is written and after it was read back: much slower, and meant
     /// for finding out which copy changed a value. The latest 65,536 are kept until
@@ -209,7 +230,7 @@ pub struct NvmeMode {
     /// Whether the kernel holds the memory of transfers pinned: the host arena and the staging ring, or for cuFile the
     /// arena in HBM.
     pub registered_buffers: bool,
-    /// Name of the file system, where known.
+    /// Name of the file system; `unknown` where this crate has no name for it.
     pub filesystem: &'static str,
     /// Why something less than the best was taken, one entry each.
     pub fallbacks: Vec<String>,
@@ -218,6 +239,9 @@ pub struct NvmeMode {
 impl fmt::Display for NvmeMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, {}", self.backend, if self.direct { "O_DIRECT" } else { "buffered" })?;
+        if self.filesystem != UNKNOWN {
+            write!(f, " on {}", self.filesystem)?;
+        }
         let registered = [(self.registered_files, "files"), (self.registered_buffers, "buffers")];
         let registered: Vec<&str> = registered.into_iter().filter(|r| r.0).map(|r| r.1).collect();
         if !registered.is_empty() {

@@ -407,6 +407,16 @@ impl Store {
         self.reserve_with(tier, bytes, |arena, done| arena.reserve_at(offset, bytes, done))
     }
 
+    /// The host arena knows nothing of the staging that takes the rest of its budget.
+    fn beside_staging(&self, mut error: StoreError) -> StoreError {
+        if let (StoreError::OutOfBudget { tier: Tier::Host, staging, .. }, Some(spill)) =
+            (&mut error, &self.inner().spill)
+        {
+            *staging = spill.staging();
+        }
+        error
+    }
+
     fn reserve_with(
         &self,
         tier: Tier,
@@ -415,7 +425,8 @@ impl Store {
     ) -> Result<Extent, StoreError> {
         let mut state = self.inner().lock();
         let done = *state.lanes.completed();
-        let range = take(state.arena_mut(tier).ok_or(StoreError::NoNvme)?, &done)?;
+        let taken = take(state.arena_mut(tier).ok_or(StoreError::NoNvme)?, &done);
+        let range = taken.map_err(|error| self.beside_staging(error))?;
         let id = state.next_extent;
         state.next_extent += 1;
         let hazards = Hazards {

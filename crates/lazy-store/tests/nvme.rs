@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
 use lazy_store::{
@@ -148,6 +148,41 @@ fn staging_is_asked_for_and_fits_the_host_budget_or_is_refused() {
     let none = NvmeOptions { dirs: Vec::new(), ..NvmeOptions::new("", Bytes::from_mib(1)) };
     let error = Store::open(StoreOptions { nvme: Some(none), ..StoreOptions::default() }).unwrap_err();
     assert!(matches!(error, StoreError::NoSpillDir), "{error}");
+}
+
+#[test]
+fn a_full_host_tier_says_what_staging_takes_of_it() {
+    let dir = folder();
+    // Less than two requests each way is as much.
+    let staging = Bytes::from_mib(1);
+    let nvme = NvmeOptions { staging, ..NvmeOptions::new(dir.path(), Bytes::from_mib(1)) };
+    let options = StoreOptions { host: Bytes::from_mib(6), nvme: Some(nvme), ..StoreOptions::default() };
+    let store = Store::open(options).unwrap();
+    let full = store.reserve(Tier::Host, Bytes::from_mib(3)).unwrap_err();
+    let said = full.to_string();
+    assert!(
+        said.contains("0 B of 2.00 MiB (staging for NVMe takes 4.00 MiB of the budget besides)"),
+        "{said}"
+    );
+}
+
+#[test]
+fn folders_that_cannot_hold_spill_files_are_refused_with_advice() {
+    let dir = folder();
+    let refused = |dirs: Vec<PathBuf>| {
+        let nvme = NvmeOptions { dirs, ..NvmeOptions::new("", Bytes::from_mib(4)) };
+        Store::open(StoreOptions { nvme: Some(nvme), ..StoreOptions::default() }).unwrap_err()
+    };
+    let twice = refused(vec![dir.path().to_owned(), dir.path().join(".")]);
+    assert!(matches!(twice, StoreError::SameDir { .. }), "{twice}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    let empty = refused(vec![PathBuf::new()]).to_string();
+    assert!(empty.contains("an empty path"), "{empty}");
+    // Nobody makes files there, root included.
+    if Path::new("/sys").exists() {
+        let closed = refused(vec!["/sys".into()]).to_string();
+        assert!(closed.contains("choose a folder that this user may write to"), "{closed}");
+    }
 }
 
 #[test]

@@ -91,6 +91,8 @@ fn t13_tmpfs_is_known_and_held_to_the_same_alignment() {
     let folder = tempfile::tempdir_in(shm).unwrap();
     let dir = DurableDir::open(folder.path(), &IoOptions::default()).unwrap();
     assert_eq!(dir.mode().filesystem, "tmpfs");
+    let line = dir.mode().to_string();
+    assert!(line.contains(" on tmpfs") && line.contains("lies in RAM"), "{line}");
     let file = dir.create_file("a", Bytes(2 * dir.alignment() as u64)).unwrap();
     let (_, result) = file.write_at(1000, AlignedBuf::zeroed(Bytes(1000)).unwrap()).wait();
     assert!(matches!(result, Err(StoreError::BadRange { .. })));

@@ -133,7 +133,7 @@ impl TrainingArgs {
 #[command(next_help_heading = "Search")]
 pub(crate) struct SearchArgs {
     /// What is minimised: the reference's sum over a chain, or the predicted step time with HBM counted at every moment [default:
-    /// reference with --chain or any reference flag, otherwise physical]
+    /// reference with --chain or any reference flag but rates beside --machine, otherwise physical]
     #[arg(long, value_enum)]
     pub(crate) objective: Option<ObjectiveFlag>,
     /// Which of equally fast plans: by the chain's weights, or fewest checkpoints and then fewest on NVMe [default: weighted with the
@@ -153,8 +153,9 @@ pub(crate) struct SearchArgs {
     /// With --evaluate and letters: one letter a layer over K (internals kept), - (recomputed)
     #[arg(long, value_name = "LETTERS", allow_hyphen_values = true, requires = "evaluate")]
     pub(crate) keep: Option<String>,
-    /// Plan once for each value of one flag, for example host-activation-gib=8,10,12. Any budget, bandwidth, --batch and --seq
-    #[arg(long, value_name = "FLAG=V1,V2,..", conflicts_with_all = ["evaluate", "out", "report", "trace", "chain_out"])]
+    /// Plan once for each value of one flag, for example host-activation-gib=8,10,12 or batch=1..8 (1 to 8, both included). Any budget,
+    /// bandwidth, --batch and --seq
+    #[arg(long, value_name = "FLAG=V1,V2,V3..V4", conflicts_with_all = ["evaluate", "out", "report", "trace", "chain_out"])]
     pub(crate) sweep: Option<Sweep>,
 }
 
@@ -258,7 +259,9 @@ impl Args {
 
     /// What is minimised: said, or by where the problem comes from.
     pub(crate) fn objective(&self) -> ObjectiveFlag {
-        let reference = self.chain.is_some() || !self.reference.is_empty();
+        // Rates alone describe the machine that was named.
+        let of_machine = self.budgets.profile.is_some() && self.reference.only_rates();
+        let reference = self.chain.is_some() || !(self.reference.is_empty() || of_machine);
         self.search.objective.unwrap_or(if reference {
             ObjectiveFlag::Reference
         } else {

@@ -26,7 +26,8 @@ use problem::{Input, ModelFacts, Problem};
 
 /// Runs the program.
 ///
-/// With `--json` every verdict of the solver but a failure is a result (exit status 0); without it, only a plan is.
+/// The exit status is 0 for a plan, for sizes and for a sweep, and 1 where there is no plan or an input is refused, with `--json` or
+/// without. With it, a problem that has no plan prints its verdict all the same.
 pub(crate) fn run(args: &Args) -> Result<ExitCode, String> {
     args.check()?;
     if let Some(sweep) = &args.search.sweep {
@@ -44,19 +45,16 @@ fn run_one(args: &Args, problem: Problem) -> Result<ExitCode, String> {
     let wanted = !args.output.json || args.output.next_change || args.output.report.is_some();
     let changes = if wanted { next::changes(&planned, &args.options(), &clock) } else { vec![] };
     write_files(args, &planned, &changes)?;
-    let failed = planned.solution.status == Status::Failed;
+    let found = matches!(planned.solution.status, Status::Optimal | Status::Feasible);
     if args.output.json {
         let shown = args.output.next_change.then_some(&changes[..]);
         output::print(&(show::json::plan(&planned, shown).to_string() + "\n"))?;
-        return Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS });
+    } else if found {
+        output::print(&show::text::plan(&planned, &changes, output::colours()))?;
+    } else {
+        return Err(show::refusal(&planned));
     }
-    match planned.solution.status {
-        Status::Optimal | Status::Feasible => {
-            output::print(&show::text::plan(&planned, &changes, output::colours()))?;
-            Ok(ExitCode::SUCCESS)
-        }
-        _ => Err(show::refusal(&planned)),
-    }
+    Ok(if found { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn planned(args: &Args, problem: Problem, clock: &Clock) -> Result<Planned, String> {
@@ -113,7 +111,7 @@ fn sizes(args: &Args, facts: &ModelFacts) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// One plan a value, each with the whole time limit.
+/// One plan a value, each with the whole time limit. Rows of the table are printed as they come.
 fn run_sweep(args: &Args, sweep: &sweep::Sweep) -> Result<ExitCode, String> {
     let at = |value: f64| move |e| format!("--sweep {}={}: {e}", sweep.flag, show::number(value));
     let mut problems = Vec::new();
@@ -127,17 +125,25 @@ fn run_sweep(args: &Args, sweep: &sweep::Sweep) -> Result<ExitCode, String> {
         };
         problems.push((value, *problem));
     }
-    let mut rows = Vec::new();
+    let json = args.output.json;
+    if !json {
+        output::print(&show::text::sweep_head(sweep.flag, &problems))?;
+    }
+    let (mut objects, mut refusals, mut failed) = (Vec::new(), String::new(), false);
     for (value, problem) in problems {
         let clock = Clock::start(&args.options());
-        rows.push((value, plan::make(problem, &args.options(), &clock).map_err(at(value))?));
+        let planned = plan::make(problem, &args.options(), &clock).map_err(at(value))?;
+        failed |= planned.solution.status == Status::Failed;
+        if json {
+            objects.push(show::json::of_sweep(sweep.flag, value, &planned));
+        } else {
+            output::print(&show::text::sweep_row(value, &planned))?;
+            if planned.solution.evaluation.is_none() {
+                let value = show::number(value);
+                refusals += &format!("\n{}={value}: {}\n", sweep.flag, show::refusal(&planned));
+            }
+        }
     }
-    let text = if args.output.json {
-        show::json::sweep(sweep.flag, &rows).to_string() + "\n"
-    } else {
-        show::text::sweep(sweep.flag, &rows)
-    };
-    output::print(&text)?;
-    let failed = rows.iter().any(|(_, planned)| planned.solution.status == Status::Failed);
+    output::print(&if json { serde_json::Value::from(objects).to_string() + "\n" } else { refusals })?;
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

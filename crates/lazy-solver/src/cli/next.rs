@@ -1,4 +1,4 @@
-//! What one change to the machine would save: more of a tier, a faster link, a faster device.
+//! What one change to the machine would save: more of a tier, a faster link, device or optimizer.
 
 use std::fmt;
 use std::time::Instant;
@@ -10,11 +10,14 @@ use lazy_solver::{SolveOptions, Status, solve};
 
 use super::plan::{Clock, Planned};
 use super::problem::Ranks;
+use super::show::gib_rounded_up;
 
 /// Boundaries that the step of a budget holds at least.
 const BOUNDARIES: u64 = 4;
 /// A saving below this is none (ms).
 const NOTHING_MS: f64 = 1e-3;
+/// An optimizer that takes less of the step is not what limits it.
+const OPTIMIZER_SHARE: f64 = 0.1;
 /// How much faster a link or the device is made.
 const FASTER: f64 = 2.0;
 
@@ -27,11 +30,16 @@ pub(crate) enum What {
         more: Bytes,
         /// Whether every one of several ranks gets as much.
         each: bool,
+        /// The flag that gives the tier its size, and the size it then has (of all ranks where they share it).
+        flag: &'static str,
+        size: Bytes,
     },
     /// A link of twice the rate, both alone and beside the other direction.
     Link(Pool),
     /// Arithmetic of twice the speed.
     Device,
+    /// An optimizer of twice the rate.
+    Optimizer,
 }
 
 /// One change, and what it saves.
@@ -51,6 +59,7 @@ impl What {
             What::Memory { .. } => "memory",
             What::Link(_) => "link",
             What::Device => "device",
+            What::Optimizer => "optimizer",
         }
     }
 }
@@ -58,12 +67,13 @@ impl What {
 impl fmt::Display for What {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            What::Memory { tier, more, each } => {
+            What::Memory { tier, more, each, flag, size } => {
                 let whose = if *each { " a rank" } else { "" };
-                write!(f, "{more} more {}{whose}", of_tier(*tier))
+                write!(f, "{more} more {}{whose} ({flag} {})", of_tier(*tier), gib_rounded_up(*size))
             }
             What::Link(pool) => write!(f, "twice the {} rate", of_link(*pool)),
             What::Device => f.write_str("a device that computes twice as fast"),
+            What::Optimizer => f.write_str("twice the optimizer's rate"),
         }
     }
 }
@@ -88,6 +98,12 @@ const fn of_link(pool: Pool) -> &'static str {
 impl Change {
     pub(crate) fn sentence(&self) -> String {
         let saves = Seconds::from_ms(self.saves_ms);
+        if self.what == What::Optimizer {
+            return format!(
+                "{} saves {saves}; more --micro-batches spread the optimizer over more tokens",
+                self.what
+            );
+        }
         match (self.saves_ms > 0.0, self.proven) {
             (true, true) => format!("{} saves {saves}", self.what),
             (true, false) => format!("{} saves at least {saves}", self.what),
@@ -112,7 +128,7 @@ pub(crate) fn sentences(changes: &[Change]) -> Vec<String> {
                 Some("twice the rate of any one link saves nothing that was found in time".into())
             }
             (What::Memory { more, each, .. }, proven) => {
-                let tiers = of_kind.filter_map(|c| match c.what {
+                let tiers = of_kind.clone().filter_map(|c| match c.what {
                     What::Memory { tier, .. } => Some(of_tier(tier)),
                     _ => None,
                 });
@@ -123,11 +139,40 @@ pub(crate) fn sentences(changes: &[Change]) -> Vec<String> {
                     tiers.collect::<Vec<_>>().join(" or ")
                 ))
             }
-            (What::Device, _) => None,
+            (What::Device | What::Optimizer, _) => None,
         };
-        said.push((kind, in_vain.filter(|_| change.saves_ms == 0.0).unwrap_or(change.sentence())));
+        let helps = || match change.what {
+            What::Memory { more, each, .. } => tied(more, each, &of_kind.collect::<Vec<_>>()),
+            _ => change.sentence(),
+        };
+        let sentence = if change.saves_ms == 0.0 { in_vain } else { None };
+        said.push((kind, sentence.unwrap_or_else(helps)));
     }
     said.into_iter().map(|(_, sentence)| sentence).collect()
+}
+
+/// More memory of the tier that saves most, and of those that save as much, the cheaper ones first.
+fn tied(more: Bytes, each: bool, memory: &[&Change]) -> String {
+    let best = memory.iter().map(|c| c.saves_ms).fold(0.0, f64::max);
+    let same = memory.iter().filter(|c| same_saving(c.saves_ms, best));
+    let whose = if each { " a rank" } else { "" };
+    let tiers: Vec<String> = same
+        .clone()
+        .filter_map(|c| match c.what {
+            What::Memory { tier, flag, size, .. } => {
+                Some(format!("{}{whose} ({flag} {})", of_tier(tier), gib_rounded_up(size)))
+            }
+            _ => None,
+        })
+        .collect();
+    let saves = Seconds::from_ms(same.clone().map(|c| c.saves_ms).fold(best, f64::min));
+    let least = if same.clone().all(|c| c.proven) { "" } else { "at least " };
+    format!("{more} more {} saves {least}{saves}", tiers.join(" or "))
+}
+
+/// Whether two savings (ms) are one for whoever pays for them: searches end a little apart.
+fn same_saving(a: f64, b: f64) -> bool {
+    (a - b).abs() <= NOTHING_MS.max(1e-3 * a.max(b))
 }
 
 /// What keeps the step from being shorter.
@@ -158,12 +203,23 @@ pub(crate) fn limits(planned: &Planned, changes: &[Change]) -> Vec<Limit> {
             _ => None,
         })
         .collect();
+    let waited = if planned.promise().is_some() { "waited for" } else { "exposed" };
     for pool in Pool::ALL {
         let exposed = planned.exposed(pool);
         if exposed.as_ms() > NOTHING_MS {
-            found.push(Limit { what: pool.name().into(), detail: format!("{exposed} exposed") });
-        } else if helps.clone().any(|c| c.what == What::Link(pool)) {
-            found.push(Limit { what: pool.name().into(), detail: "its rate".into() });
+            found.push(Limit { what: pool.name().into(), detail: format!("{exposed} {waited}") });
+        } else if let Some(change) = helps.clone().find(|c| c.what == What::Link(pool)) {
+            let saves = Seconds::from_ms(change.saves_ms);
+            found.push(Limit { what: pool.name().into(), detail: format!("twice its rate saves {saves}") });
+        }
+    }
+    if let Some(promise) = planned.promise() {
+        let (optimizer, step) = (promise.optimizer_s, promise.step_s);
+        let limit = || Limit { what: "the optimizer".into(), detail: format!("{optimizer} of {step}") };
+        if optimizer.get() > 0.5 * step.get() {
+            found.insert(0, limit());
+        } else if optimizer.get() > OPTIMIZER_SHARE * step.get() {
+            found.push(limit());
         }
     }
     let memory = |c: &Change| matches!(c.what, What::Memory { .. });
@@ -203,7 +259,11 @@ pub(crate) fn changes(planned: &Planned, options: &SolveOptions, clock: &Clock) 
     let (more, each) = (step_of(planned), planned.problem.ranks.is_some());
     let mut whats: Vec<What> = Vec::new();
     if proven {
-        whats.extend(Tier::ALL.map(|tier| What::Memory { tier, more, each }));
+        // The cheaper tiers first.
+        whats.extend(Tier::ALL.into_iter().rev().map(|tier| {
+            let flag = flag_of(planned, tier);
+            What::Memory { tier, more, each, flag, size: size_of_all(planned, tier, more) }
+        }));
     }
     if planned.problem.step.is_some() {
         // Of a chain the arithmetic itself is not known, only what a plan adds to it.
@@ -225,10 +285,54 @@ pub(crate) fn changes(planned: &Planned, options: &SolveOptions, clock: &Clock) 
             list.push(Change { what, saves_ms: if saves > NOTHING_MS { saves } else { 0.0 }, proven });
         }
     }
+    let optimizer = planned.promise().map_or(0.0, |promise| promise.optimizer_s.as_ms());
+    if optimizer > 0.0 {
+        // It follows the step, whatever is placed where.
+        let saves_ms = optimizer - optimizer / FASTER;
+        list.push(Change { what: What::Optimizer, saves_ms, proven: true });
+    }
     // A faster device always helps, and seldom is to be had.
     let device = |change: &Change| change.what == What::Device;
     list.sort_by(|a, b| device(a).cmp(&device(b)).then(b.saves_ms.total_cmp(&a.saves_ms)));
+    cheapest_first(&mut list);
     list
+}
+
+/// The flag that gives a tier its size.
+pub(crate) fn flag_of(planned: &Planned, tier: Tier) -> &'static str {
+    let whole = planned.problem.step.is_some()
+        || (tier == Tier::Hbm && planned.problem.chain.hbm_cap_bytes.is_some());
+    match (tier, whole) {
+        (Tier::Hbm, true) => "--hbm-gib",
+        (Tier::Host, true) => "--host-gib",
+        (Tier::Nvme, true) => "--nvme-gib",
+        (Tier::Hbm, false) => "--hbm-activation-gib",
+        (Tier::Host, false) => "--host-activation-gib",
+        (Tier::Nvme, false) => "--nvme-activation-gib",
+    }
+}
+
+/// What the tier has with `more` for each rank; of all ranks together where they share it.
+fn size_of_all(planned: &Planned, tier: Tier, more: Bytes) -> Bytes {
+    match planned.problem.ranks.as_ref().filter(|_| tier != Tier::Hbm) {
+        Some(ranks) => ranks.host.budgets.get(tier) + more * ranks.count as u64,
+        None => planned.budgets().get(tier) + more,
+    }
+}
+
+/// Of the sizes of memory that save as much as the best of them, the cheapest tier goes first.
+fn cheapest_first(list: &mut [Change]) {
+    let tier = |change: &Change| match change.what {
+        What::Memory { tier, .. } => Some(tier),
+        _ => None,
+    };
+    let Some(best) = list.iter().position(|c| tier(c).is_some()) else { return };
+    let saves = list[best].saves_ms;
+    let tied = |c: &Change| tier(c).filter(|_| same_saving(c.saves_ms, saves));
+    let at = |tier| list.iter().position(|c| tied(c) == Some(tier));
+    if let Some(cheapest) = Tier::ALL.into_iter().rev().find_map(at) {
+        list[best..=cheapest].rotate_right(1);
+    }
 }
 
 /// Where that is known without solving.
@@ -284,6 +388,8 @@ fn change_step(step: &mut StepProblem, what: What) {
     match what {
         What::Memory { tier, more, .. } => *step.budgets.get_mut(tier) += more,
         What::Link(pool) => speed_up(&mut step.costs.links, pool),
+        // Not part of what is solved or simulated.
+        What::Optimizer => {}
         What::Device => {
             let faster = |time: &mut Seconds| *time = Seconds(time.get() / FASTER);
             let StepCosts {
@@ -325,6 +431,6 @@ fn change_chain(chain: &mut CostChain, what: What) {
             };
             *rate = BytesPerSecond(rate.get() * FASTER);
         }
-        What::Device => {}
+        What::Device | What::Optimizer => {}
     }
 }

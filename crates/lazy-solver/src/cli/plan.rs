@@ -6,8 +6,8 @@ use lazy_model::keep::{Keep, evaluate_keep};
 use lazy_model::schedule::Promise;
 use lazy_model::step::TierBytes;
 use lazy_model::{
-    Bytes, Evaluation, Placement, Pool, Schedule, Seconds, StepProblem, Tier, Verified, VerifyError,
-    Violation, evaluate,
+    Bytes, CostChain, Evaluation, Placement, Pool, Schedule, Seconds, StepProblem, Tier, Verified,
+    VerifyError, Violation, evaluate,
 };
 use lazy_solver::ranks::{RanksSolution, solve_ranks};
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step, step_bound};
@@ -277,17 +277,17 @@ fn streaming_hint(step: &StepProblem, failure: &StepFailure) -> String {
 /// Judges a plan that was given.
 pub(crate) fn judge(problem: Problem, given: GivenPlan) -> Result<Planned, String> {
     let chain = &problem.chain;
-    let keep = keeps(&given, chain.layers)?;
+    let keep = keeps(&given)?;
+    if let Some(why) = wrong_length(&given, keep.as_deref(), chain) {
+        let rivals = rivals(&problem);
+        return Ok(Planned { given: true, rivals, ..refused(problem, why) });
+    }
     let judged = match &problem.step {
         Some(_) => None,
         None => Some(judge_chain(&problem, &given.placement, keep.as_deref())),
     };
     let mut planned = match (&problem.step, judged) {
         (Some(step), _) => {
-            if given.placement.len() != chain.boundaries() {
-                let want = chain.boundaries();
-                return Err(format!("the plan has {} boundaries, the model {want}", given.placement.len()));
-            }
             let mut schedule = given
                 .schedule
                 .clone()
@@ -341,18 +341,24 @@ fn refused(problem: Problem, why: String) -> Planned {
     Planned { why: Some(why), ..bare(problem, empty(Status::Infeasible), None) }
 }
 
-fn keeps(given: &GivenPlan, layers: usize) -> Result<Option<Vec<Keep>>, String> {
+/// Why a plan cannot be one of this problem, whatever it says.
+fn wrong_length(given: &GivenPlan, keep: Option<&[Keep]>, chain: &CostChain) -> Option<String> {
+    let (boundaries, layers) = (given.placement.len(), keep.map_or(chain.layers, <[Keep]>::len));
+    if boundaries != chain.boundaries() {
+        return Some(format!("it has {boundaries} boundaries, the problem {}", chain.boundaries()));
+    }
+    (layers != chain.layers)
+        .then(|| format!("it says of {layers} layers what they keep; there are {}", chain.layers))
+}
+
+fn keeps(given: &GivenPlan) -> Result<Option<Vec<Keep>>, String> {
     let Some(text) = &given.keep else { return Ok(None) };
     let letter = |c| {
         Keep::from_letter(c).ok_or_else(|| {
             format!("--keep: {c:?} is no letter for a layer; K keeps its internals in HBM, - recomputes them")
         })
     };
-    let keep: Vec<Keep> = text.chars().map(letter).collect::<Result<_, _>>()?;
-    if keep.len() != layers {
-        return Err(format!("the plan says of {} layers what they keep; there are {layers}", keep.len()));
-    }
-    Ok(Some(keep))
+    text.chars().map(letter).collect::<Result<_, _>>().map(Some)
 }
 
 fn judge_chain(

@@ -162,11 +162,6 @@ fn reference_problem(
     profile: Option<HardwareProfile>,
 ) -> Result<Input, String> {
     let chosen = args.search.objective.is_some();
-    if !chosen && profile.is_some() && args.reference.only_rates() {
-        return Err("--h2d-gbps and the other rates are flags of the reference command and select its objective, which plans no whole \
-                    step: add --objective physical to plan the step on this machine with these rates"
-            .into());
-    }
     if args.budgets.has_sizes() {
         return Err("--hbm-gib, --host-gib, --nvme-gib and their like cap everything a tier holds and go with the physical \
                     objective; the reference objective budgets boundaries alone: give --hbm-activation-gib (or --peak-cap-gib), \
@@ -251,7 +246,8 @@ fn physical_problem(
     replace_rates(&mut profile, &args.reference)?;
     let host = step_problem(args, &facts, &profile)?;
     let mut notes = facts.notes();
-    notes.extend(empty_tiers(args, &profile));
+    notes.extend(machine_notes(args, &profile)?);
+    notes.extend(times_note(&facts, &profile));
     let ranks = args.training.ranks.map(|count| {
         let peer = profile.links.peer.as_ref().map(|rate| rate.value);
         if peer.is_none() && count > 1 {
@@ -262,6 +258,7 @@ fn physical_problem(
         Ranks { count, host: host.clone(), peer }
     });
     let step = ranks.as_ref().map_or(host, |ranks| share(&ranks.host, ranks.count));
+    notes.extend(unused_nvme(&step));
     notes.extend(optimizer_note(args, &facts));
     Ok(Input::Problem(Box::new(Problem {
         name: facts.name.clone(),
@@ -306,6 +303,59 @@ fn empty_tiers(args: &Args, profile: &HardwareProfile) -> Vec<String> {
         )
     };
     [Tier::Host, Tier::Nvme].into_iter().filter(|tier| !sized(*tier)).map(note).collect()
+}
+
+/// What the flags change of the machine, and what of it nobody said.
+fn machine_notes(args: &Args, profile: &HardwareProfile) -> Result<Vec<String>, String> {
+    let mut notes = empty_tiers(args, profile);
+    let rates = args.reference.rates_given();
+    if !rates.is_empty() {
+        notes.push(format!(
+            "{} in the place of the rates of {}; the objective stays physical",
+            rates.join(", "),
+            profile.name
+        ));
+    }
+    for tier in Tier::ALL {
+        if let (Some(cap), Some(has)) = (args.budgets.cap(tier)?, profile.tiers.get(tier))
+            && cap > has
+        {
+            notes.push(format!(
+                "{} has {has} of {tier}, and the budget is {cap}: a plan may not fit there",
+                profile.name
+            ));
+        }
+    }
+    Ok(notes)
+}
+
+/// What times of layers in the profile were taken for: they do not scale.
+fn times_note(facts: &ModelFacts, profile: &HardwareProfile) -> Option<String> {
+    let times = profile.times.as_ref()?;
+    let (measured, layers) = (times.forward_ms.value.len(), facts.spec.layers());
+    Some(if measured == layers {
+        format!(
+            "times of layers are the profile's, of the workload `{}`, whatever the batch and sequence: leave `times` out of it to \
+             derive them",
+            times.workload
+        )
+    } else {
+        format!(
+            "the profile's times are not used: they are of {measured} layers, the model has {layers}. Times follow from its `compute`"
+        )
+    })
+}
+
+/// Whether NVMe has room that nothing reaches: boundaries pass through host RAM on their way.
+fn unused_nvme(step: &StepProblem) -> Option<String> {
+    let room = room(step);
+    let largest = step.boundary_bytes.iter().copied().max().unwrap_or_default();
+    (room.nvme > Bytes::ZERO && room.host < largest).then(|| {
+        format!(
+            "nothing goes to NVMe: a boundary of {largest} passes through host RAM on its way, which has room for {}; give more with --host-gib",
+            room.host
+        )
+    })
 }
 
 /// What no budget of a step's plan counts.

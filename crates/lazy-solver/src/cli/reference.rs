@@ -7,7 +7,7 @@ use lazy_model::{Bytes, BytesPerSecond, CostChain, Seconds};
 
 use super::args::OnOff;
 
-/// Parameters of the published command. Any of them selects its objective and weighted ties. Beside --chain, budgets, rates, windows,
+/// Parameters of the published command. Any of them selects its objective and weighted ties, but for rates beside --machine. Beside --chain, budgets, rates, windows,
 /// weights and locks replace the file's own.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 #[command(next_help_heading = "Reference command")]
@@ -147,6 +147,19 @@ impl ReferenceArgs {
     /// Whether no flag was given.
     pub(crate) fn is_empty(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// The rates that were given, as they were typed.
+    pub(crate) fn rates_given(&self) -> Vec<String> {
+        [
+            ("h2d", self.h2d_gbps),
+            ("d2h", self.d2h_gbps),
+            ("nvme-read", self.nvme_read_gbps),
+            ("nvme-write", self.nvme_write_gbps),
+        ]
+        .into_iter()
+        .filter_map(|(link, rate)| Some(format!("--{link}-gbps {}", rate?)))
+        .collect()
     }
 
     /// Whether nothing but rates of links was given.

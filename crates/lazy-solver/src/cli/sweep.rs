@@ -27,6 +27,9 @@ const SWEEPABLE: [(&str, Setter); 19] = [
     ("seq", |a, v| whole(&mut a.seq, v)),
 ];
 
+/// More are refused: each is a plan of its own.
+const MOST_VALUES: usize = 10_000;
+
 type Setter = fn(&mut Args, f64) -> Result<(), String>;
 
 fn one(flag: &mut Option<f64>, value: f64) -> Result<(), String> {
@@ -57,6 +60,23 @@ pub(crate) struct Sweep {
     pub(crate) values: Vec<f64>,
 }
 
+fn number(text: &str) -> Result<f64, String> {
+    text.trim().parse().ok().filter(|v: &f64| v.is_finite()).ok_or(format!("`{text}` is no number"))
+}
+
+/// One value, or `a..b`: every whole number from a to b, both included.
+fn span(text: &str) -> Result<Vec<f64>, String> {
+    let Some((from, to)) = text.split_once("..") else { return Ok(vec![number(text)?]) };
+    let whole = |v: &f64| v.fract() == 0.0 && (0.0..1e15).contains(v);
+    match (number(from)?, number(to.trim_start_matches('='))?) {
+        (from, to) if whole(&from) && whole(&to) && from <= to => {
+            // One more than is allowed is enough to be refused.
+            Ok((from as u64..=to as u64).take(MOST_VALUES + 1).map(|v| v as f64).collect())
+        }
+        _ => Err(format!("`{text}` is no range: write whole numbers, the smaller one first, like 1..8")),
+    }
+}
+
 impl FromStr for Sweep {
     type Err = String;
 
@@ -69,13 +89,14 @@ impl FromStr for Sweep {
             let known: Vec<&str> = SWEEPABLE.iter().map(|(flag, _)| *flag).collect();
             format!("`{name}` cannot be swept; these can: {}", known.join(", "))
         })?;
-        let number = |v: &str| {
-            v.trim().parse().ok().filter(|v: &f64| v.is_finite()).ok_or(format!("`{v}` is no number"))
-        };
-        let values: Vec<f64> = values.split(',').map(number).collect::<Result<_, _>>()?;
-        if values.len() > 10_000 {
-            return Err(format!("{} values; at most 10000", values.len()));
+        let mut list = Vec::new();
+        for part in values.split(',') {
+            list.extend(span(part)?);
+            if list.len() > MOST_VALUES {
+                return Err(format!("more than {MOST_VALUES} values"));
+            }
         }
+        let values = list;
         Ok(Sweep { flag, set: *set, values })
     }
 }

@@ -25,6 +25,9 @@ const KNOWN: &[(u64, &str, bool)] = &[
     (0x0102_1997, "9p", false),
 ];
 
+/// The name of the others.
+pub(crate) const UNKNOWN: &str = "unknown";
+
 fn known(number: u64) -> Option<(&'static str, bool)> {
     KNOWN.iter().find(|(magic, ..)| *magic == number).map(|&(_, name, local)| (name, local))
 }
@@ -36,9 +39,9 @@ fn number(path: &Path) -> Result<u64, StoreError> {
     Ok((stat.f_type as u64) & 0xffff_ffff)
 }
 
-/// Name of the file system that `path` lies on; `unknown` where this crate has no name for it.
+/// Name of the file system that `path` lies on; [`UNKNOWN`] where this crate has no name for it.
 pub(crate) fn name(path: &Path) -> Result<&'static str, StoreError> {
-    Ok(known(number(path)?).map_or("unknown", |(name, _)| name))
+    Ok(known(number(path)?).map_or(UNKNOWN, |(name, _)| name))
 }
 
 /// Whether `path` lies on a file system whose locks are known to be kept by this kernel alone.

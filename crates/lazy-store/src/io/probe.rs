@@ -20,7 +20,7 @@ use super::stripes::{OpenFile, Stripes};
 use super::transfer::{Engine, Job, Memory};
 use super::{Op, Queue, fs};
 use crate::buffer::AlignedBuf;
-use crate::error::StoreError;
+use crate::error::{StoreError, advice};
 use crate::options::{Backend, BackendChoice, DirectChoice, NvmeMode};
 
 /// Least alignment of extents and durable transfers: the sector of most drives, and a page.
@@ -71,6 +71,11 @@ pub(crate) fn settle(
             }
         },
     };
+    let filesystem = fs::name(dir)?;
+    if filesystem == "tmpfs" {
+        fallbacks
+            .push("tmpfs lies in RAM: what is moved there frees none; name a folder on a drive".to_owned());
+    }
     Ok(NvmeMode {
         asked_backend,
         backend,
@@ -80,7 +85,7 @@ pub(crate) fn settle(
         granularity: granularity.unwrap_or(1),
         registered_files: false,
         registered_buffers: false,
-        filesystem: fs::name(dir)?,
+        filesystem,
         fallbacks,
     })
 }
@@ -195,6 +200,6 @@ fn named_probe_file(dir: &Path, flags: OFlags) -> Result<(File, Named), String> 
     let path = dir.join(format!(".lazy-probe-{}-{count}", std::process::id()));
     let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
     let fd = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)
-        .map_err(|e| format!("cannot make {}: {e}", path.display()))?;
+        .map_err(|e| format!("cannot make {}: {e}{}", path.display(), advice(&e.into())))?;
     Ok((File::from(fd), Named(path)))
 }

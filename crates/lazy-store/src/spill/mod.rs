@@ -120,8 +120,14 @@ impl Spill {
         wrap: impl Fn(Box<dyn Queue>) -> Box<dyn Queue>,
     ) -> Result<Self, StoreError> {
         let mut modes = Vec::with_capacity(options.dirs.len());
+        let mut places = Vec::with_capacity(options.dirs.len());
         for dir in &options.dirs {
             make_private_dir(dir)?;
+            let place = dir.canonicalize().map_err(|e| StoreError::file("find the folder", dir, e))?;
+            if places.contains(&place) {
+                return Err(StoreError::SameDir { path: dir.clone() });
+            }
+            places.push(place);
             modes.push(probe::settle(dir, options.backend, options.direct)?);
         }
         let mode = together(options, &modes).ok_or(StoreError::NoSpillDir)?;

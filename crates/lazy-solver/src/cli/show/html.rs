@@ -93,7 +93,8 @@ fn headlines(planned: &Planned, changes: &[Change]) -> Vec<Headline> {
     // A faster device always helps; what is cheaper than that is news.
     let helps = |c: &&Change| c.saves_ms > 0.0 && c.what != What::Device;
     if let Some(change) = changes.iter().find(helps) {
-        tile("Next change saves", Seconds::from_ms(change.saves_ms).to_string(), change.sentence());
+        let sentence = next::sentences(changes).into_iter().next().unwrap_or_default();
+        tile("Next change saves", Seconds::from_ms(change.saves_ms).to_string(), sentence);
     }
     tiles
 }

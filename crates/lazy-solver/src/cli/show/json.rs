@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::super::next::{self, Change, What};
 use super::super::plan::{Planned, Rival};
 use super::super::problem::{ModelFacts, Ranks};
-use super::{boundaries, internals, kinds, links, refusal, throughput, verdict};
+use super::{boundaries, internals, kinds, links, reason, throughput, verdict};
 
 /// The one object of `--json`.
 pub(crate) fn plan(planned: &Planned, changes: Option<&[Change]>) -> Value {
@@ -41,7 +41,7 @@ fn change(change: &Change) -> Value {
             value["more_bytes"] = json!(more);
         }
         What::Link(pool) => value["link"] = json!(pool.name()),
-        What::Device => {}
+        What::Device | What::Optimizer => {}
     }
     value
 }
@@ -83,8 +83,8 @@ fn result(planned: &Planned) -> Value {
     }
     match solution.status {
         Status::Infeasible => {
-            value["message"] = json!(refusal(planned));
-            value["remedies"] = planned.remedies.iter().map(remedy).collect();
+            value["message"] = json!(reason(planned));
+            value["remedies"] = planned.remedies.iter().map(|r| of_remedy(planned, r)).collect();
         }
         _ if solution.message.is_some() => value["message"] = json!(solution.message),
         _ => {}
@@ -99,8 +99,8 @@ fn result(planned: &Planned) -> Value {
     value
 }
 
-fn remedy(remedy: &Remedy) -> Value {
-    let mut value = json!({"text": remedy.to_string()});
+fn of_remedy(planned: &Planned, remedy: &Remedy) -> Value {
+    let mut value = json!({"text": super::remedy(planned, remedy)});
     match remedy {
         Remedy::Budget { tier, budget, smallest } => {
             value["tier"] = json!(tier);
@@ -247,12 +247,9 @@ fn of_model(model: &ModelFacts) -> Value {
     })
 }
 
-/// The array of `--sweep`.
-pub(crate) fn sweep(flag: &str, rows: &[(f64, Planned)]) -> Value {
-    let entry = |(value, planned): &(f64, Planned)| {
-        let mut object = plan(planned, None);
-        object["sweep"] = json!({"flag": flag, "value": value});
-        object
-    };
-    rows.iter().map(entry).collect()
+/// One entry of the array of `--sweep`.
+pub(crate) fn of_sweep(flag: &str, value: f64, planned: &Planned) -> Value {
+    let mut object = plan(planned, None);
+    object["sweep"] = json!({"flag": flag, "value": value});
+    object
 }

@@ -27,15 +27,13 @@ pub(super) fn write(
             writeln!(out, "{:>6}  {letters}", "keep")?;
         }
     }
-    write!(out, "        ")?;
-    for p in [Placement::Hbm, Placement::Host, Placement::Nvme, Placement::Recompute] {
-        letter(out, p, colours)?;
-        write!(out, " {p}   ")?;
+    for (i, p) in [Placement::Hbm, Placement::Host, Placement::Nvme, Placement::Recompute].iter().enumerate()
+    {
+        write!(out, "{}", if i == 0 { "        " } else { "   " })?;
+        letter(out, *p, colours)?;
+        write!(out, " {p}")?;
     }
-    if keep.is_some() {
-        write!(out, "K internals kept")?;
-    }
-    writeln!(out)
+    writeln!(out, "{}", if keep.is_some() { "   K internals kept" } else { "" })
 }
 
 fn letter(out: &mut String, p: Placement, colours: bool) -> Result {

@@ -9,17 +9,28 @@ pub(crate) mod text;
 use std::collections::BTreeMap;
 
 use lazy_model::config::Mlp;
-use lazy_model::{Bytes, LayerIndex, ModelSpec, Placement, Seconds};
+use lazy_model::{Bytes, LayerIndex, ModelSpec, Placement, Seconds, Tier};
 use lazy_solver::{Remedy, Status};
 
+use super::next::flag_of;
 use super::plan::Planned;
 use super::problem::ModelFacts;
 
-/// Why there is no plan, in sentences for people.
+/// Why there is no plan and what would help, in sentences for people.
 pub(crate) fn refusal(planned: &Planned) -> String {
+    let mut said = reason(planned);
+    if !planned.remedies.is_empty() {
+        said += "\nAny one of these would help:";
+    }
+    for each in &planned.remedies {
+        said += &format!("\n  - {}", remedy(planned, each));
+    }
+    said
+}
+
+/// Why there is no plan.
+fn reason(planned: &Planned) -> String {
     let solution = &planned.solution;
-    let remedies: Vec<String> = planned.remedies.iter().map(|r| remedy(planned, r)).collect();
-    let list = remedies.join("\n  - ");
     match solution.status {
         Status::NoIncumbent => {
             let rival = planned.best_rival().map_or(String::new(), |(rival, _)| {
@@ -30,40 +41,61 @@ pub(crate) fn refusal(planned: &Planned) -> String {
                 solution.solve
             )
         }
-        Status::Infeasible if planned.problem.ranks.is_some() && !remedies.is_empty() => {
-            let why = planned.why.as_deref().unwrap_or("no placement keeps all rules");
-            format!("of a rank, with its part of host RAM and NVMe: {why}\nAny one of these would help, a rank:\n  - {list}")
-        }
         Status::Infeasible if planned.given => {
             format!("the plan breaks a rule: {}", planned.why.as_deref().unwrap_or("no rule was named"))
         }
-        Status::Infeasible => match (&planned.why, remedies.is_empty()) {
+        Status::Infeasible => match (&planned.why, planned.remedies.is_empty()) {
             (Some(why), true) => {
                 format!("{why}\nThe budgets are --hbm-gib, --host-gib and --nvme-gib, or as many -mib.")
             }
-            (Some(why), false) => format!("{why}\nAny one of these would help:\n  - {list}"),
+            (Some(why), false) if planned.problem.ranks.is_some() => {
+                format!("of a rank, with its part of host RAM and NVMe: {why}")
+            }
+            (Some(why), false) => why.clone(),
             (None, true) => {
                 "no placement keeps all rules, and no single budget, block limit or lock is to blame: raise several budgets".into()
             }
-            (None, false) => {
-                format!("no placement keeps all rules. Any one of these would help:\n  - {list}")
-            }
+            (None, false) => "no placement keeps all rules".into(),
         },
         _ => format!("the solver failed: {}", solution.message.as_deref().unwrap_or("no reason given")),
     }
 }
 
-/// What would help, with the flag that does it.
+/// What would help, with the flag that does it, to be typed as it stands.
 fn remedy(planned: &Planned, remedy: &Remedy) -> String {
-    let flag = match remedy {
-        Remedy::Budget { tier, .. } if planned.problem.step.is_some() => format!("--{tier}-gib"),
-        Remedy::Budget { tier, .. } => format!("--{tier}-activation-gib"),
-        Remedy::HbmCap { .. } => "--hbm-gib".into(),
-        Remedy::SegmentLayers { .. } => "--max-segment".into(),
-        Remedy::Rate { pool } => format!("--{}-gbps", pool.name().replace('_', "-")),
-        _ => return remedy.to_string(),
+    let raise = |what: &str, flag: &str, from: Bytes, to: Bytes| {
+        format!("raise {what} from {from}: {flag} {} ({} bytes)", gib_rounded_up(to), to.get())
     };
-    format!("{remedy}: {flag}")
+    match remedy {
+        Remedy::Budget { tier, budget, smallest } => {
+            // Flags give host RAM and NVMe of all ranks together; the remedy is one rank's.
+            let shared = planned.problem.ranks.as_ref().filter(|_| *tier != Tier::Hbm);
+            let all = shared.map_or(1, |ranks| ranks.count as u64);
+            raise(&format!("the {tier} budget"), flag_of(planned, *tier), *budget * all, *smallest * all)
+        }
+        Remedy::HbmCap { cap, smallest } => raise("hbm_cap_bytes", "--hbm-gib", *cap, *smallest),
+        Remedy::SegmentLayers { smallest, .. } => format!("{remedy}: --max-segment {smallest}"),
+        Remedy::Rate { pool } => format!("{remedy}: --{}-gbps", pool.name().replace('_', "-")),
+        _ => remedy.to_string(),
+    }
+}
+
+/// A size in GiB for a flag: the least that holds it with few digits.
+pub(crate) fn gib_rounded_up(size: Bytes) -> String {
+    const GIB: u128 = 1 << 30;
+    let bytes = u128::from(size.get());
+    let mut text = String::new();
+    for digits in 2..=9 {
+        let unit = 10u128.pow(digits);
+        let units = (bytes * unit).div_ceil(GIB);
+        let (whole, part, width) = (units / unit, units % unit, digits as usize);
+        text = format!("{whole}.{part:0width$}");
+        // A thousandth more than is needed hurts nobody.
+        if units * GIB <= bytes * unit + bytes * unit / 1000 {
+            break;
+        }
+    }
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 /// What several ranks share and how good their plan is known to be, as labels and values. Nothing for one alone.
@@ -111,18 +143,26 @@ fn ranks(planned: &Planned) -> Vec<(&'static str, String)> {
 /// How good the plan is known to be.
 fn proof(planned: &Planned) -> String {
     let solution = &planned.solution;
-    match (planned.given, solution.status, solution.gap) {
+    match (planned.given, solution.status, gap(planned)) {
         (true, ..) => "as given".into(),
+        // The simulated step may lie above the least that is known of it.
+        (_, Status::Optimal, _) if planned.problem.step.is_some() => "optimal by the objective".into(),
         (_, Status::Optimal, _) => "proven optimal".into(),
         (_, _, Some(gap)) => format!("not proven, at most {:.3} % from the optimum", gap * 100.0),
-        _ => match (planned.step(), planned.step_bound) {
-            (Some(step), Some(bound)) if step > Seconds::ZERO => format!(
-                "not proven, at most {:.3} % from the optimum",
-                100.0 * (step.get() - bound.get()).max(0.0) / step.get()
-            ),
-            _ => "not proven".into(),
-        },
+        _ => "not proven".into(),
     }
+}
+
+/// How far from the best plan this one is at most, as a share, where that is known.
+fn gap(planned: &Planned) -> Option<f64> {
+    if planned.solution.status == Status::Optimal {
+        return Some(0.0);
+    }
+    let of_step = || {
+        let (step, bound) = (planned.step()?, planned.step_bound?);
+        (step > Seconds::ZERO).then(|| (step.get() - bound.get()).max(0.0) / step.get())
+    };
+    planned.solution.gap.or_else(of_step)
 }
 
 /// What a whole step comes to for a model.
@@ -209,4 +249,23 @@ pub(crate) fn number(value: f64) -> String {
 
 fn boundaries(placement: &[Placement], wanted: Placement) -> Vec<usize> {
     (0..placement.len()).filter(|&i| placement[i] == wanted).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_to_be_typed_hold_what_they_are_for() {
+        let gib = |bytes: u64| gib_rounded_up(Bytes(bytes));
+        assert_eq!(
+            (gib(16 * 754_974_720), gib(2 << 30), gib(10 << 20)),
+            ("11.25".into(), "2".into(), "0.00977".into())
+        );
+        for bytes in (1..64).flat_map(|shift| [(1u64 << shift) - 1, 1 << shift, (1 << shift) + 1]) {
+            let typed: f64 = gib(bytes).parse().unwrap();
+            // Two doublings above the digits of a float nothing is typed.
+            assert!(bytes > 1 << 50 || Bytes::from_gib(typed).get() >= bytes, "{bytes}: {typed}");
+        }
+    }
 }

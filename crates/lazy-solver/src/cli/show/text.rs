@@ -6,8 +6,8 @@ use lazy_model::{Bytes, Evaluation, Seconds, Tier};
 
 use super::super::next::{self, Change};
 use super::super::plan::{Planned, Rival};
-use super::super::problem::ModelFacts;
-use super::{internals, kinds_in_words, links, map, number, proof, refusal, throughput, verdict};
+use super::super::problem::{ModelFacts, Problem};
+use super::{gap, internals, kinds_in_words, links, map, number, proof, throughput, verdict};
 
 pub(crate) fn plan(planned: &Planned, changes: &[Change], colours: bool) -> String {
     let mut out = String::new();
@@ -79,14 +79,14 @@ fn model_line(out: &mut String, model: &ModelFacts) -> Result {
     let boundary = spec.boundary_bytes(work);
     writeln!(
         out,
-        "{:.3}e9 parameters, {}\n{} x {} tokens of {} bytes an element; a boundary is {} bytes ({} GiB)",
+        "{:.3}e9 parameters, {}\n{} x {} tokens of {} bytes an element; a boundary is {} ({} bytes)",
         spec.total_parameters() as f64 / 1e9,
         kinds_in_words(spec),
         work.batch(),
         work.sequence(),
         work.element_bytes(),
-        boundary.get(),
-        boundary.as_gib()
+        boundary,
+        boundary.get()
     )
 }
 
@@ -140,7 +140,9 @@ fn times(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result
         ms(out, "layers run once more", evaluation.base_recompute_ms, 3)?;
     }
     ms(out, "recompute", evaluation.recompute_ms, 3)?;
-    ms(out, "exposed", evaluation.exposed_ms.total(), 3)?;
+    // Of a step the objective foresees what the simulation then sees as waits.
+    let exposed = if planned.promise().is_some() { "exposed, foreseen" } else { "exposed" };
+    ms(out, exposed, evaluation.exposed_ms.total(), 3)?;
     ms(out, "objective", evaluation.objective_ms, 5)?;
     if let Some(optimizer) = &planned.problem.optimizer {
         let share = 100.0 * optimizer.fraction_8bit;
@@ -162,7 +164,12 @@ fn times(out: &mut String, planned: &Planned, evaluation: &Evaluation) -> Result
         )?;
     }
     if let Some(bound) = planned.step_bound {
-        writeln!(out, "{:<22} {:>12.4} s   whatever is placed where", "at least", bound.get())?;
+        writeln!(
+            out,
+            "{:<22} {:>12.4} s   no plan is faster; there may be none as fast",
+            "at least",
+            bound.get()
+        )?;
     }
     if let Some(through) = throughput(planned) {
         let [by_6n, exact] = through.tflops;
@@ -240,40 +247,56 @@ fn write_sizes(out: &mut String, model: &ModelFacts) -> Result {
     )
 }
 
-/// One row a value.
-pub(crate) fn sweep(flag: &str, rows: &[(f64, Planned)]) -> String {
+/// Columns of a sweep's table behind the value and the status, with their widths.
+const SWEEP: [(&str, usize); 12] = [
+    ("hbm", 5),
+    ("host", 5),
+    ("nvme", 5),
+    ("recompute", 10),
+    ("kept", 5),
+    ("objective ms", 16),
+    ("added ms", 12),
+    ("step s", 10),
+    ("tokens/s", 10),
+    ("gap", 9),
+    ("hbm peak", 12),
+    ("host peak", 12),
+];
+
+/// What holds for the rows of a sweep, and the headings.
+pub(crate) fn sweep_head(flag: &str, problems: &[(f64, Problem)]) -> String {
     let mut out = String::new();
-    let _ = write_sweep(&mut out, flag, rows);
-    out
+    let common = |note: &String| problems.iter().all(|(_, problem)| problem.notes.contains(note));
+    for (i, (value, problem)) in problems.iter().enumerate() {
+        for note in &problem.notes {
+            let (said, note) = (common(note), plain(note));
+            if said && i == 0 {
+                out += &format!("note: {note}\n");
+            } else if !said {
+                out += &format!("note, {flag}={}: {note}\n", number(*value));
+            }
+        }
+    }
+    let heading = |(name, width): (&str, usize)| format!(" {name:>width$}");
+    let headings: String = SWEEP.into_iter().map(heading).collect();
+    out + &format!("{flag:>20} {:>12}{headings}\n", "status")
 }
 
-fn write_sweep(out: &mut String, flag: &str, rows: &[(f64, Planned)]) -> Result {
-    writeln!(
-        out,
-        "{flag:>20} {:>12} {:>5} {:>5} {:>5} {:>10} {:>5} {:>16} {:>14} {:>12}",
-        "status", "hbm", "host", "nvme", "recompute", "kept", "objective ms", "added ms", "step s"
-    )?;
-    for (value, planned) in rows {
-        write!(out, "{:>20} {:>12}", number(*value), planned.solution.status.name())?;
-        let cells = match &planned.solution.evaluation {
-            Some(e) => {
-                let c = e.counts;
-                let counts = [c.hbm, c.host, c.nvme, c.recompute, c.kept].map(|count| count.to_string());
-                let times = [format!("{:.5}", e.objective_ms), format!("{:.3}", e.step_ms())];
-                let step = planned.step().map_or("-".to_owned(), |step| format!("{:.4}", step.get()));
-                counts.into_iter().chain(times).chain([step]).collect()
-            }
-            None => vec!["-".to_owned(); 8],
-        };
-        for (cell, width) in cells.iter().zip([5, 5, 5, 10, 5, 16, 14, 12]) {
-            write!(out, " {cell:>width$}")?;
-        }
-        writeln!(out)?;
-    }
-    let without = rows.iter().filter(|(_, planned)| planned.solution.evaluation.is_none());
-    for (i, (value, planned)) in without.enumerate() {
-        let start = if i == 0 { "\n" } else { "" };
-        writeln!(out, "{start}{flag}={}: {}", number(*value), refusal(planned))?;
-    }
-    Ok(())
+/// The row of one value.
+pub(crate) fn sweep_row(value: f64, planned: &Planned) -> String {
+    let dash = || "-".to_owned();
+    let cells = planned.solution.evaluation.as_ref().map_or(vec![dash(); SWEEP.len()], |e| {
+        let (c, peaks) = (e.counts, planned.peaks().unwrap_or_default());
+        let counts = [c.hbm, c.host, c.nvme, c.recompute, c.kept].map(|count| count.to_string());
+        let step = planned.step().map(|step| format!("{:.4}", step.get()));
+        let tokens = throughput(planned).map(|through| format!("{:.1}", through.tokens_per_s));
+        let gap = gap(planned).map(|gap| format!("{:.3} %", 100.0 * gap));
+        let times = [format!("{:.5}", e.objective_ms), format!("{:.3}", e.step_ms())];
+        let known = [step, tokens, gap].map(|cell| cell.unwrap_or_else(dash));
+        let peaks = [peaks.hbm.to_string(), peaks.host.to_string()];
+        counts.into_iter().chain(times).chain(known).chain(peaks).collect()
+    });
+    let cell = |(cell, (_, width)): (&String, &(&str, usize))| format!(" {cell:>width$}");
+    let cells: String = cells.iter().zip(&SWEEP).map(cell).collect();
+    format!("{:>20} {:>12}{cells}\n", number(value), planned.solution.status.name())
 }
