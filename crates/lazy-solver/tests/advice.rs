@@ -1,7 +1,7 @@
 //! What `lazy-plan` says beside a plan: what would help, what was assumed, and why there is none.
 
 #![cfg(feature = "cli")]
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -15,7 +15,8 @@ fn run(words: &str) -> Output {
 
 fn json(words: &str) -> Value {
     let output = run(&format!("{words} --json"));
-    let value: Value = serde_json::from_slice(&output.stdout).expect(&text(&output.stderr));
+    let value: Value =
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {}", text(&output.stderr)));
     assert_eq!(output.status.success(), value["status"] != "infeasible", "{words}");
     value
 }
@@ -97,8 +98,8 @@ fn a_row_of_a_sweep_without_a_plan_has_a_status_and_a_reason() {
     assert!(rows[1]["message"].is_null());
     let shown = text(&run(words).stdout);
     let row = |nth: usize| -> Vec<String> {
-        let rows = shown.lines().filter(|line| !line.starts_with("note: "));
-        rows.skip(nth).next().unwrap().split_whitespace().map(str::to_owned).collect()
+        let mut rows = shown.lines().filter(|line| !line.starts_with("note: "));
+        rows.nth(nth).unwrap().split_whitespace().map(str::to_owned).collect()
     };
     assert_eq!(row(1)[..2], ["1", "infeasible"]);
     assert!(row(1)[2..].iter().all(|cell| cell == "-"), "{shown}");

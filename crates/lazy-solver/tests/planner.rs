@@ -1,7 +1,7 @@
 //! `lazy-plan` as a capacity planner uses it: models on machines, defaults, refusals with their remedy, given plans, files.
 
 #![cfg(feature = "cli")]
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -17,7 +17,8 @@ fn run(words: &str, more: &[&str]) -> Output {
 
 fn json(words: &str, more: &[&str]) -> Value {
     let output = run(words, &[more, &["--json"]].concat());
-    let value: Value = serde_json::from_slice(&output.stdout).expect(&text(&output.stderr));
+    let value: Value =
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {}", text(&output.stderr)));
     let none = ["infeasible", "no_incumbent", "failed"].map(Value::from).contains(&value["status"]);
     assert_eq!(output.status.code(), Some(i32::from(none)), "{words}: {}", text(&output.stderr));
     value
