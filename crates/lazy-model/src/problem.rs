@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::chain::{CostChain, Locks};
 use crate::schedule::{ExposedSeconds, Promise, Schedule, ScheduleError};
-use crate::step::{StepError, StepPlan, StepSizes, Streamed, TierBytes, Workspaces};
+use crate::step::{PAGE_ALIGNMENT, StepError, StepPlan, StepSizes, Streamed, TierBytes, Workspaces};
 use crate::timeline::{LinkRates, StepCosts, Timeline, simulate};
 use crate::units::{BoundaryIndex, Bytes, BytesPerSecond, Placement, Seconds, Tier};
 
@@ -31,8 +31,9 @@ pub struct StepProblem {
     pub micro_batches: usize,
     /// Time of the optimizer, gradient norm and clearing of gradients included.
     pub optimizer: Seconds,
-    /// Bytes that are there throughout, whatever goes where. HBM: weights and gradients that are not streamed, states, the context of
-    /// the device. Host: the optimizer's ring.
+    /// Bytes that are there throughout beside all that a step's operations hold. HBM: weights and gradients that are not streamed,
+    /// states, the context of the device. Host: the optimizer's ring; the homes of what is streamed are not part of it, see
+    /// [`always`](Self::always).
     pub fixed: TierBytes,
     /// The caps.
     pub budgets: TierBytes,
@@ -216,6 +217,14 @@ impl StepProblem {
         }
     }
 
+    /// Bytes of each tier that every plan takes from start to end, whatever is placed where: [`fixed`](Self::fixed) and, in host RAM, the
+    /// homes of streamed weights and gradients, each in whole pages as a step lays them out.
+    pub fn always(&self) -> TierBytes {
+        let homes = self.streamed.weights.iter().chain(&self.streamed.gradients);
+        let homes: Bytes = homes.map(|bytes| bytes.align_up(PAGE_ALIGNMENT)).sum();
+        TierBytes { host: self.fixed.host + homes, ..self.fixed }
+    }
+
     /// Bytes each tier holds at the worst moment of `plan`, everything counted.
     pub fn peaks(&self, plan: &StepPlan) -> TierBytes {
         TierBytes {
@@ -236,7 +245,7 @@ impl StepProblem {
         for tier in Tier::ALL {
             let (needed, budget) = (peak_bytes.get(tier), self.budgets.get(tier));
             if needed > budget {
-                return Err(VerifyError::OverBudget { tier, needed, fixed: self.fixed.get(tier), budget });
+                return Err(VerifyError::OverBudget { tier, needed, fixed: self.always().get(tier), budget });
             }
         }
         let timeline = simulate(&plan, &self.costs);

@@ -24,6 +24,7 @@ use std::fmt;
 
 use crate::schedule::Schedule;
 use crate::span::Lane;
+pub(crate) use crate::step::build::PAGE_ALIGNMENT;
 pub use crate::step::transfers::{Transfer, TransferPlanner};
 use crate::units::{BoundaryIndex, Bytes, LayerIndex, Placement, Tier};
 
@@ -193,15 +194,21 @@ pub struct StepSizes<'a> {
 
 impl StepSizes<'_> {
     /// HBM that every plan needs at some moment beside what is there throughout: for the loss with the last boundary and its gradient, or
-    /// for the backward of the largest layer with its input and two gradients.
+    /// for the backward of the largest layer with its input and two gradients; beside either the weights of two layers where they are
+    /// streamed, and beside a backward the gradients that arise and those of the layer above on their way out.
     pub fn least_hbm(&self) -> Bytes {
         let of = |list: &[Bytes], l: usize| list.get(l).copied().unwrap_or_default();
+        let Streamed { weights, gradients } = self.streamed;
+        // Which layer's weights come next depends on the placement, but it is one below the last.
+        let smallest = |below: usize| weights.iter().take(below).copied().min().unwrap_or_default();
+        let layers = self.boundary.len().saturating_sub(1);
         let layer = |l: usize| {
             let boundaries = of(self.boundary, l) * 2 + of(self.boundary, l + 1);
-            boundaries + of(self.saved, l) + of(&self.workspaces.backward, l)
+            let streams = of(weights, l) + smallest(l) + of(gradients, l) + of(gradients, l + 1);
+            boundaries + of(self.saved, l) + of(&self.workspaces.backward, l) + streams
         };
-        let layers = self.boundary.len().saturating_sub(1);
-        let loss = of(self.boundary, layers) * 2 + self.workspaces.loss;
+        let last = layers.saturating_sub(1);
+        let loss = of(self.boundary, layers) * 2 + self.workspaces.loss + of(weights, last) + smallest(last);
         (0..layers).map(layer).fold(loss, Bytes::max)
     }
 }

@@ -401,3 +401,19 @@ fn transfers_that_cannot_be_are_refused() {
         assert!(matches!(plan(bad), Err(StepError::Transfer { .. })), "{bad:?}");
     }
 }
+
+proptest! {
+    /// What is said of every plan is true of each: streamed weights and gradients have homes, and pass HBM beside the largest layer.
+    #[test]
+    fn no_plan_needs_less_than_every_plan_does((schedule, sizes) in any_schedule(), seed in 1u64..1000) {
+        let n = schedule.layers;
+        let list = |salt: u64| (0..n as u64).map(|l| Bytes((seed * 7919 + salt * 104_729 + l * 31) % 9_001)).collect::<Vec<_>>();
+        let spaces = Workspaces { forward: vec![], backward: list(1), loss: Bytes(seed) };
+        let (saved, streamed) = (list(2), Streamed { weights: list(3), gradients: list(4) });
+        let all = StepSizes { boundary: &sizes, saved: &saved, workspaces: &spaces, streamed: &streamed };
+        let plan = StepPlan::with_sizes(&schedule, &all).unwrap();
+        prop_assert!(plan.extents.hbm >= all.least_hbm());
+        let homes: Bytes = list(3).iter().chain(&list(4)).map(|bytes| bytes.align_up(4096)).sum();
+        prop_assert!(plan.extents.host >= homes);
+    }
+}

@@ -10,7 +10,8 @@ use crate::keep;
 use crate::problem::Goal;
 use crate::search::{Found, search};
 use crate::solve::{SolveOptions, check, deadline};
-use crate::step::{StepOptions, solve_step};
+use crate::spill::any_spilled;
+use crate::step::{StepFailure, StepOptions, solve_step};
 
 /// Steps above what was refused at which larger sizes of a tier are tried first.
 const FIRST_PROBE: u64 = 64;
@@ -179,6 +180,11 @@ pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy>
     let started = Instant::now();
     let limit = options.solve.time_limit;
     let solvable = |problem: &StepProblem, share: f64| -> Option<bool> {
+        // Most sizes are told by plans that need no search.
+        let hopeless = Tier::ALL.iter().any(|&tier| problem.budgets.get(tier) < floor(problem, tier));
+        if hopeless || any_spilled(problem, options.prefetch) {
+            return Some(!hopeless);
+        }
         let mut options = *options;
         if let Some(limit) = limit {
             let left = limit.get() * share - started.elapsed().as_secs_f64();
@@ -188,14 +194,18 @@ pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy>
             // One size that is hard to decide must not take the time of all others.
             options.solve.time_limit = Some(Seconds(left / 3.0));
         }
-        Some(solve_step(problem, &options).is_ok())
+        match solve_step(problem, &options) {
+            Ok(_) => Some(true),
+            Err(StepFailure::NoIncumbent | StepFailure::Failed(_)) => None,
+            Err(_) => Some(false),
+        }
     };
     let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
     let everything = problem.boundary_bytes.iter().chain(&problem.saved_bytes).copied().sum::<Bytes>() * 2;
     let mut remedies = Vec::new();
     for (i, tier) in Tier::ALL.into_iter().enumerate() {
         let budget = problem.budgets.get(tier);
-        let least = budget.max(problem.fixed.get(tier));
+        let least = budget.max(floor(problem, tier));
         let with = |cap: Bytes| {
             let mut raised = problem.clone();
             *raised.budgets.get_mut(tier) = cap;
@@ -214,6 +224,12 @@ pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy>
     remedies
 }
 
+/// No plan needs less of a tier.
+fn floor(problem: &StepProblem, tier: Tier) -> Bytes {
+    let least = if tier == Tier::Hbm { problem.sizes().least_hbm() } else { Bytes::ZERO };
+    problem.always().get(tier) + least
+}
+
 /// The smallest size, to within `step`, from which on `enough` holds, given that it does not hold at `low`. `None` where it does not
 /// even hold at `high`, or nobody could tell; where nobody can tell later on, the least known to be enough.
 fn smallest(low: Bytes, high: Bytes, step: Bytes, enough: impl Fn(Bytes) -> Option<bool>) -> Option<Bytes> {
@@ -224,19 +240,19 @@ fn smallest(low: Bytes, high: Bytes, step: Bytes, enough: impl Fn(Bytes) -> Opti
     // Mostly little is missing, and where the time ends the search, a size near that should be known.
     let mut more = step * FIRST_PROBE;
     while low + more < sufficient {
-        match enough(low + more) {
-            Some(true) => sufficient = low + more,
-            Some(false) => short = low + more,
-            None => break,
+        if enough(low + more) == Some(true) {
+            sufficient = low + more;
+        } else {
+            short = low + more;
         }
         more = more * 2;
     }
     while sufficient - short > step {
         let middle = short + Bytes((sufficient - short).get() / 2);
-        match enough(middle) {
-            Some(true) => sufficient = middle,
-            Some(false) => short = middle,
-            None => break,
+        if enough(middle) == Some(true) {
+            sufficient = middle;
+        } else {
+            short = middle;
         }
     }
     Some(sufficient)
@@ -252,7 +268,7 @@ mod tests {
         assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), from(137)), Some(Bytes(137)));
         assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), from(2000)), None);
         let patient = |size: Bytes| (size.get() > 400).then_some(true);
-        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), patient), Some(Bytes(505)));
+        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), patient), Some(Bytes(401)));
         assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), |_| None), None);
     }
 }

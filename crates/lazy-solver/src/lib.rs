@@ -38,6 +38,7 @@ mod baselines;
 #[cfg(feature = "cli")]
 pub mod budgets;
 mod by_hand;
+mod carry;
 mod cbc;
 mod count_dp;
 #[cfg(feature = "cross-check")]
@@ -61,6 +62,7 @@ mod problem;
 pub mod ranks;
 mod search;
 mod solve;
+mod spill;
 pub mod step;
 mod surrogate;
 mod weighted;

@@ -4,20 +4,23 @@
 //! optimum is laid out as operations, their exact peaks are checked and their time line is simulated. Where the operations show that
 //! the chain was wrong about a cap or a link, the chain is corrected by that much and solved again, a few times at most.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lazy_model::schedule::Prediction;
-use lazy_model::step::{StepPlan, TransferPlanner};
+use lazy_model::step::StepPlan;
 use lazy_model::timeline::{LinkRates, step_time};
 use lazy_model::{
     Bytes, BytesPerSecond, CostChain, Keep, Placement, Schedule, Seconds, StepProblem, Streamed, Tier,
     TierBytes, Verified, VerifyError, Windows,
 };
 
+use crate::carry::{STAGING, carry_out, promised};
 use crate::error::SolverError;
-use crate::polish::unused;
+use crate::keep::feasible;
+use crate::polish::{Carried, OVERFLOWED, adopt, unused};
 use crate::solve::{Solution, SolveOptions, Status, TieBreak, solve};
-use crate::step::{StepFailure, StepOptions, StepSolution, best_execution};
+use crate::spill::repaired;
+use crate::step::{StepFailure, StepOptions, StepSolution};
 
 /// How far prediction and simulation may lie apart.
 pub(crate) const NEAR: f64 = 0.03;
@@ -27,10 +30,8 @@ pub(crate) const MOST_REFINEMENTS: usize = 5;
 pub(crate) const AT_ONCE: BytesPerSecond = BytesPerSecond(1e18);
 /// Times HBM is taken for larger by a boundary where the chain finds no plan.
 const MOST_RAISES: usize = 2;
-/// Staging buffers towards and from NVMe, where host RAM allows.
-const STAGING: u64 = 2;
-/// Times the positions of transfers are taken anew from where the last ones made arithmetic wait.
-const FOLLOWED: usize = 2;
+/// Caps and corrections that are tried in all.
+const MOST_ROUNDS: usize = 12;
 
 /// What one round of the search found.
 struct Round {
@@ -87,6 +88,11 @@ impl Clock {
         self.limit.is_none_or(|limit| self.started.elapsed().as_secs_f64() < limit.get() / 4.0)
     }
 
+    /// Whether so much is gone that small changes are not worth what is left.
+    pub(crate) fn is_half_gone(&self) -> bool {
+        self.limit.is_some_and(|limit| self.started.elapsed().as_secs_f64() > limit.get() / 2.0)
+    }
+
     /// Whether another solve would get next to nothing.
     pub(crate) fn is_over(&self) -> bool {
         self.limit.is_some_and(|limit| self.started.elapsed().as_secs_f64() > 0.9 * limit.get())
@@ -104,8 +110,8 @@ fn host_is_full(round: &Round) -> bool {
 /// NVMe with host RAM set aside for staging (none: boundaries that are there at other times leave room for it), and none of either.
 fn nvme_rooms(problem: &StepProblem) -> Vec<Option<Bytes>> {
     let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default().align_up(4096);
-    let host = problem.budgets.host.saturating_sub(problem.fixed.host);
-    let staged = (0..=STAGING).rev().map(|n| largest * n).filter(|&bytes| bytes <= host).map(Some);
+    let host = chain_room(problem).host;
+    let staged = (0..=STAGING as u64).rev().map(|n| largest * n).filter(|&bytes| bytes <= host).map(Some);
     let staged = staged.filter(|_| problem.budgets.nvme > Bytes::ZERO);
     staged.chain([None]).collect()
 }
@@ -120,29 +126,65 @@ fn better(a: &Round, b: &Round) -> bool {
     }
 }
 
+/// What the caps leave for a chain: of HBM all, since it counts what is there itself.
+pub(crate) fn chain_room(problem: &StepProblem) -> TierBytes {
+    let host = problem.budgets.host.saturating_sub(problem.always().host);
+    TierBytes { host, ..problem.budgets }
+}
+
+/// Caps on HBM that are tried where the chain's own account of it is wrong: below `short` it finds no plan, from `over` on those it finds
+/// overflow.
+#[derive(Default)]
+struct Tried {
+    short: Option<Bytes>,
+    over: Option<Bytes>,
+    raised: usize,
+}
+
+impl Tried {
+    /// The next cap after the chain found no plan under `cap`, if another is worth a try.
+    fn found_none(&mut self, cap: Bytes, largest: Bytes) -> Option<Bytes> {
+        self.short = self.short.max(Some(cap));
+        if self.over.is_some_and(|over| over > cap) {
+            return self.between(largest);
+        }
+        self.raised += 1;
+        (self.raised <= MOST_RAISES).then_some(cap + largest)
+    }
+
+    /// The next cap after a plan found under `cap` did not fit by `by`.
+    fn overflowed(&mut self, cap: Bytes, by: Bytes, largest: Bytes) -> Option<Bytes> {
+        self.over = Some(self.over.map_or(cap, |over| over.min(cap)));
+        let smaller = cap.saturating_sub(by);
+        if self.short.is_some_and(|short| smaller <= short) { self.between(largest) } else { Some(smaller) }
+    }
+
+    fn between(&self, largest: Bytes) -> Option<Bytes> {
+        let (short, over) = (self.short?, self.over?);
+        let apart = over.saturating_sub(short);
+        (apart.get() > largest.get() / 8).then_some(short + Bytes(apart.get() / 2))
+    }
+}
+
 fn refine(
     problem: &StepProblem,
     options: &StepOptions,
     staging: Option<Bytes>,
     clock: &Clock,
 ) -> Result<Option<Round>, StepFailure> {
-    let mut room = TierBytes {
-        hbm: problem.budgets.hbm,
-        host: problem
-            .budgets
-            .host
-            .saturating_sub(problem.fixed.host)
-            .saturating_sub(staging.unwrap_or_default()),
-        nvme: if staging.is_some() { problem.budgets.nvme } else { Bytes::ZERO },
-    };
+    let mut room = chain_room(problem);
+    room.host = room.host.saturating_sub(staging.unwrap_or_default());
+    if staging.is_none() {
+        room.nvme = Bytes::ZERO;
+    }
     let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
     // Boundaries pass through a buffer at least, set aside or not.
     let buffers = staging.map_or(Bytes::ZERO, |bytes| bytes.max(largest));
     let mut windows = Windows { staging: buffers, ..problem.windows() };
     let mut best: Option<Round> = None;
-    let mut raised = 0;
-    for refinements in 0..=MOST_REFINEMENTS {
-        if refinements > 0 && clock.is_over() {
+    let (mut tried, mut refinements, mut own) = (Tried::default(), 0, false);
+    for round in 0..MOST_ROUNDS {
+        if round > 0 && clock.is_over() || refinements > MOST_REFINEMENTS {
             break;
         }
         let chain = problem.keep_chain(&room, &windows);
@@ -150,45 +192,59 @@ fn refine(
         let Some(schedule) = to_schedule(problem, &solution, &chain) else {
             // The chain counts boundaries on their way with caution: the layout has the last word on what fits.
             let cautious = chain.cpu_budget_bytes + chain.nvme_budget_bytes >= largest;
-            if best.is_none() && solution.status == Status::Infeasible && raised < MOST_RAISES && cautious {
-                raised += 1;
-                room.hbm += largest;
-                continue;
+            if own || solution.status != Status::Infeasible || !cautious {
+                break;
             }
-            return Ok(best);
+            windows.slack = Bytes::ZERO;
+            let Some(cap) = tried.found_none(room.hbm, largest) else { break };
+            room.hbm = cap;
+            continue;
         };
         let (schedule, verified) = match carry_out(problem, &schedule, options.prefetch) {
             Ok(found) => found,
-            Err(VerifyError::OverBudget { tier, needed, budget, .. }) => {
+            Err(VerifyError::OverBudget { tier, needed, budget, fixed }) => {
+                let refused = VerifyError::OverBudget { tier, needed, budget, fixed };
                 let mut over = needed - budget;
-                if refinements >= 2 && tier == Tier::Hbm {
+                // From what boundaries take: room that no whole one fills would hide a small overflow.
+                let taken = solution.evaluation.as_ref().map_or(Bytes::ZERO, |e| e.bytes.get(tier));
+                if let Some((schedule, verified)) = repaired(problem, &schedule, refused, options.prefetch) {
+                    offer(&mut best, changed(problem, solution, chain, schedule, verified));
+                }
+                if round >= 2 && tier == Tier::Hbm {
                     // Small overflows that follow one another have a cause that the chain does not see: leave it room.
                     over += largest;
                 }
-                if tier == Tier::Hbm && windows.slack == Bytes::ZERO {
+                if tier != Tier::Hbm {
+                    let smaller = taken.min(room.get(tier)).saturating_sub(over);
+                    if taken == Bytes::ZERO {
+                        break;
+                    }
+                    *room.get_mut(tier) = smaller;
+                } else if windows.slack == Bytes::ZERO && tried.short.is_none() {
                     // Most often a boundary that is half on its way: nothing that the turn would have to make room for.
+                    tried.over = Some(room.hbm);
                     windows.slack = over;
-                } else if room.get(tier) > over {
-                    *room.get_mut(tier) = room.get(tier) - over;
                 } else {
-                    return Ok(best);
+                    let Some(cap) = tried.overflowed(room.hbm, over, largest) else { break };
+                    room.hbm = cap;
                 }
                 continue;
             }
             Err(other) => return Err(other.into()),
         };
+        own = true;
         let predicted = predict(problem, &schedule, &solution, &chain);
         let simulated = verified.promise.step_s;
         let gap = if predicted.get() > 0.0 { simulated.get() / predicted.get() - 1.0 } else { 0.0 };
         correct(&mut windows, problem, &schedule, &verified, &solution, &chain, gap);
         let prediction = Prediction { step_s: predicted, gap, refinements };
-        let found = Round { solution: StepSolution { schedule, verified, solution, chain }, prediction };
-        if best.as_ref().is_none_or(|b| better(&found, b)) {
-            best = Some(found);
-        }
+        let solution = StepSolution { schedule, verified, solution, chain };
+        offer(&mut best, Round { solution, prediction });
+        refinements += 1;
         if gap.abs() <= NEAR {
             // Boundaries on NVMe are counted twice on their way: where the layout has room that the chain did not see, it gets that once.
-            let Some(b) = best.as_ref().filter(|b| b.solution.schedule.counts().nvme > 0 && raised == 0)
+            let Some(b) =
+                best.as_ref().filter(|b| b.solution.schedule.counts().nvme > 0 && tried.raised == 0)
             else {
                 break;
             };
@@ -196,11 +252,33 @@ fn refine(
             if more < largest {
                 break;
             }
-            raised = MOST_RAISES;
+            tried.raised = MOST_RAISES;
             room.hbm += more;
         }
     }
     Ok(best)
+}
+
+fn offer(best: &mut Option<Round>, found: Round) {
+    if best.as_ref().is_none_or(|b| better(&found, b)) {
+        *best = Some(found);
+    }
+}
+
+/// A plan that is no longer the chain's own.
+fn changed(
+    problem: &StepProblem,
+    solution: Solution,
+    chain: CostChain,
+    schedule: Schedule,
+    verified: Verified,
+) -> Round {
+    let found = StepSolution { schedule: schedule.clone(), verified: verified.clone(), solution, chain };
+    let solution = adopt(problem, found, schedule, verified, OVERFLOWED);
+    let simulated = solution.verified.promise.step_s;
+    let none = Prediction { step_s: simulated, gap: 0.0, refinements: 0 };
+    let prediction = solution.schedule.solve.prediction.unwrap_or(none);
+    Round { solution, prediction }
 }
 
 /// Where the operations showed the chain wrong about time, its windows become longer or its links slower.
@@ -321,8 +399,22 @@ pub(crate) fn least_step(problem: &StepProblem, chain: &CostChain, solution: &So
 /// # Errors
 /// When the solver refuses the chain.
 pub fn step_bound(problem: &StepProblem, options: &SolveOptions) -> Result<Option<Seconds>, SolverError> {
+    let chain = relaxed(problem);
+    let solution = solve(&chain, &SolveOptions { tie_break: TieBreak::Weighted, ..*options })?;
+    Ok(least_step(problem, &chain, &solution))
+}
+
+/// Whether no plan keeps the caps, however it is carried out, as far as that is quickly told.
+pub(crate) fn nothing_fits(problem: &StepProblem, options: &SolveOptions) -> bool {
+    let until = options.time_limit.and_then(|t| Duration::try_from_secs_f64(t.get()).ok());
+    let deadline = until.and_then(|t| Instant::now().checked_add(t));
+    feasible(&relaxed(problem), deadline) == Some(false)
+}
+
+/// A chain that counts nothing which operations do not hold: where it has no plan, the step has none.
+pub(crate) fn relaxed(problem: &StepProblem) -> CostChain {
     let mut free = problem.clone();
-    let away = problem.budgets.host.saturating_sub(problem.fixed.host) + problem.budgets.nvme;
+    let away = chain_room(problem).host + problem.budgets.nvme;
     free.budgets.nvme = Bytes::ZERO;
     free.streamed = Streamed::default();
     let mut windows = free.windows();
@@ -345,8 +437,7 @@ pub fn step_bound(problem: &StepProblem, options: &SolveOptions) -> Result<Optio
     if let Some(forward) = &mut chain.layer_forward_workspace_bytes {
         forward.iter_mut().for_each(|bytes| *bytes = (*bytes).min(least));
     }
-    let solution = solve(&chain, &SolveOptions { tie_break: TieBreak::Weighted, ..*options })?;
-    Ok(least_step(problem, &chain, &solution))
+    chain
 }
 
 /// What streamed weights stick out of the windows whatever is placed where.
@@ -361,89 +452,20 @@ fn mandatory_overflow_ms(chain: &CostChain) -> f64 {
 
 /// A plan that was found without keep, with internals kept from the last layer down as far as HBM reaches.
 pub(crate) fn keep_more(problem: &StepProblem, mut found: StepSolution) -> StepSolution {
-    for l in (0..found.schedule.layers).rev() {
-        let mut tried = found.schedule.clone();
-        tried.keep[l] = true;
-        if let Ok(verified) = problem.verify(&tried)
-            && verified.promise.step_s < found.verified.promise.step_s
-        {
-            found.schedule = promised(tried, &verified);
-            found.verified = verified;
-        }
-    }
+    (found.schedule, found.verified) = keep_more_of(problem, (found.schedule, found.verified));
     found
 }
 
-/// The fastest way to carry `schedule` out that keeps the budgets, its transfers timed by position.
-///
-/// # Errors
-/// What it breaks where it needs least.
-pub fn carry_out(
-    problem: &StepProblem,
-    schedule: &Schedule,
-    prefetch: Option<usize>,
-) -> Result<(Schedule, Verified), VerifyError> {
-    if prefetch.is_some() {
-        return best_execution(problem, schedule, prefetch);
-    }
-    let counts = schedule.counts();
-    if counts.host + counts.nvme == 0 {
-        let verified = problem.verify(schedule)?;
-        return Ok((promised(schedule.clone(), &verified), verified));
-    }
-    let sizes = problem.sizes();
-    let mut best: Option<(Schedule, Verified)> = None;
-    let mut least: Option<VerifyError> = None;
-    let mut smaller = |error: VerifyError| {
-        let over = |e: &VerifyError| match e {
-            VerifyError::OverBudget { needed, budget, .. } => Some(*needed - *budget),
-            _ => None,
-        };
-        if least.as_ref().is_none_or(|l| over(&error) < over(l)) {
-            least = Some(error);
-        }
-    };
-    let buffers: &[usize] = if counts.nvme > 0 { &[STAGING as usize, 1] } else { &[1] };
-    for &staging in buffers {
-        for (writes_run_on, reads_beside_loss) in [(false, false), (true, false), (false, true), (true, true)]
+/// The same of a plan alone.
+pub(crate) fn keep_more_of(problem: &StepProblem, mut best: Carried) -> Carried {
+    for l in (0..best.0.layers).rev() {
+        let mut tried = best.0.clone();
+        tried.keep[l] = true;
+        if let Ok(verified) = problem.verify(&tried)
+            && verified.promise.step_s < best.1.promise.step_s
         {
-            let mut tried = schedule.clone();
-            tried.execution.staging_buffers = staging;
-            let mut planner = TransferPlanner::new(&tried, &sizes, &problem.costs);
-            planner.writes_run_on = writes_run_on;
-            planner.reads_beside_loss = reads_beside_loss;
-            for _ in 0..=FOLLOWED {
-                tried.transfers = Some(planner.plan(&tried));
-                match problem.verify(&tried) {
-                    Ok(verified) => {
-                        planner.follow(&verified.plan, &verified.timeline);
-                        let waits = verified.timeline.exposed().total() > Seconds::ZERO;
-                        let time = verified.promise.step_s.get();
-                        if best.as_ref().is_none_or(|(_, b)| time < b.promise.step_s.get() * (1.0 - 1e-9)) {
-                            best = Some((promised(tried.clone(), &verified), verified));
-                        }
-                        if !waits {
-                            break;
-                        }
-                    }
-                    Err(error @ VerifyError::OverBudget { .. }) => {
-                        smaller(error);
-                        // Reads that pile up need less room where they start as late as the plan's own waits allow.
-                        let Ok(plan) = StepPlan::with_sizes(&tried, &sizes) else { break };
-                        planner.follow(&plan, &lazy_model::timeline::simulate(&plan, &problem.costs));
-                    }
-                    Err(other) => return Err(other),
-                }
-            }
+            best = (promised(tried, &verified), verified);
         }
     }
-    match (best, least) {
-        (Some(best), _) => Ok(best),
-        (None, least) => best_execution(problem, schedule, None).map_err(|error| least.unwrap_or(error)),
-    }
-}
-
-fn promised(mut schedule: Schedule, verified: &Verified) -> Schedule {
-    schedule.promise = Some(verified.promise);
-    schedule
+    best
 }

@@ -1,8 +1,6 @@
 //! The last word of the simulation: plans made by hand and small changes are held against the chain's optimum, the fastest one that
 //! keeps the caps is returned, and whatever it is, it carries a prediction.
 
-use std::time::Instant;
-
 use lazy_model::keep::{Keep, evaluate_keep};
 use lazy_model::schedule::Prediction;
 use lazy_model::{
@@ -10,8 +8,9 @@ use lazy_model::{
 };
 
 use crate::baselines::step_candidates;
+use crate::carry::carry_out;
 use crate::physical::{
-    Clock, MOST_REFINEMENTS, NEAR, actual_windows, carry_out, correct, keep_more, predict,
+    Clock, MOST_REFINEMENTS, NEAR, actual_windows, chain_room, correct, keep_more, predict,
 };
 use crate::solve::{Method, Solution, Status};
 use crate::step::{StepOptions, StepSolution, best_execution};
@@ -20,12 +19,21 @@ use crate::step::{StepOptions, StepSolution, best_execution};
 const WORTH_IT: f64 = 1e-4;
 /// Layers laid out while changes are tried. Small steps get all of them, long ones, whose optimum is nearer, a few.
 const MOST_LAYERS: usize = 600;
+/// Why a plan is not proven: see [`Solution::message`].
+pub(crate) const OVERFLOWED: &str = "not proven: the optimum of the chain, which counts memory by position, does not fit when it is laid \
+    out, and the plan is one near it that does";
+/// The same where the chain has no plan at all.
+pub(crate) const NO_CHAIN: &str = "not proven: under caps as tight as these the chain, which counts transfers with caution, has no plan, \
+    and the plan is the fastest of those made by rule and their neighbours";
+/// The same where the simulation liked another plan better.
+const CHANGED: &str =
+    "not proven: the plan is simulated to be faster than the chain's optimum, which is all that was proven";
 
 /// Changes of two or three decisions that are looked at.
 const MOST_CHANGES: usize = 1_000;
 
 /// A plan, carried out.
-type Carried = (Schedule, Verified);
+pub(crate) type Carried = (Schedule, Verified);
 
 /// The fastest of the plan found, `reference` (a plan without keep, where one was worth finding), the plans made by hand, and what
 /// small changes make of the best of them.
@@ -58,20 +66,28 @@ pub(crate) fn polish(
     let start = best.clone().unwrap_or_else(|| (found.schedule.clone(), found.verified.clone()));
     best = climb(problem, options, start, clock).or(best);
     match best {
-        Some((schedule, verified)) => adopt(problem, found, schedule, verified),
+        Some((schedule, verified)) => {
+            let why = found.solution.message.clone().unwrap_or_else(|| CHANGED.into());
+            adopt(problem, found, schedule, verified, &why)
+        }
         None => nearer(problem, found),
     }
 }
 
 /// The fastest plan made by hand that fits, where the search found none.
 pub(crate) fn by_hand(problem: &StepProblem, options: &StepOptions) -> Option<StepSolution> {
-    let started = Instant::now();
-    let chain = problem.keep_chain(&problem.budgets, &problem.windows());
+    let chain = problem.keep_chain(&chain_room(problem), &problem.windows());
     let carried = step_candidates(problem, &chain)
         .into_iter()
         .filter_map(|(_, schedule)| best_execution(problem, &schedule, options.prefetch).ok());
     let step = |carried: &Carried| carried.1.promise.step_s.get();
-    let (schedule, verified) = carried.min_by(|a, b| step(a).total_cmp(&step(b)))?;
+    by_rule(problem, carried.min_by(|a, b| step(a).total_cmp(&step(b))))
+}
+
+/// A plan that no search found.
+pub(crate) fn by_rule(problem: &StepProblem, carried: Option<Carried>) -> Option<StepSolution> {
+    let (schedule, verified) = carried?;
+    let chain = problem.keep_chain(&chain_room(problem), &problem.windows());
     let solution = Solution {
         status: Status::Feasible,
         placement: None,
@@ -80,12 +96,12 @@ pub(crate) fn by_hand(problem: &StepProblem, options: &StepOptions) -> Option<St
         objective_ms: None,
         bound_ms: None,
         gap: None,
-        solve: Seconds(started.elapsed().as_secs_f64()),
+        solve: Seconds::ZERO,
         method: Method::Mip,
         message: None,
     };
     let found = StepSolution { schedule: schedule.clone(), verified: verified.clone(), solution, chain };
-    Some(adopt(problem, found, schedule, verified))
+    Some(adopt(problem, found, schedule, verified, NO_CHAIN))
 }
 
 /// The same plan, where its prediction is far from the simulation with the nearest that the objective can give.
@@ -133,7 +149,7 @@ fn climb(problem: &StepProblem, options: &StepOptions, start: Carried, clock: &C
     let mut left = MOST_LAYERS / best.0.layers.max(1);
     'again: loop {
         for changed in changes(problem, &best) {
-            if left == 0 || clock.is_over() {
+            if left == 0 || clock.is_half_gone() {
                 break 'again;
             }
             if !is_worth(problem, &changed, best.1.promise.step_s, WORTH_IT) {
@@ -221,25 +237,26 @@ impl Edit {
 }
 
 /// Whether saved boundary `i` can be recomputed with blocks of at most `limit` layers.
-fn blocks_stay_short(schedule: &Schedule, i: usize, limit: usize) -> bool {
+pub(crate) fn blocks_stay_short(schedule: &Schedule, i: usize, limit: usize) -> bool {
     let skipped = |p: &&Placement| **p == Placement::Recompute;
     let below = schedule.placement[..i].iter().rev().take_while(skipped).count();
     let above = schedule.placement[i + 1..].iter().take_while(skipped).count();
     schedule.placement[i] != Placement::Recompute && below + above + 2 <= limit
 }
 
-/// `found` with another plan in it, as far as its chain has something to say of that.
+/// `found` with another plan in it, as far as its chain has something to say of that, and why that one is not proven.
 pub(crate) fn adopt(
     problem: &StepProblem,
     found: StepSolution,
     mut schedule: Schedule,
     verified: Verified,
+    why: &str,
 ) -> StepSolution {
     let keep: Vec<Keep> =
         schedule.keep.iter().map(|&k| if k { Keep::Hbm } else { Keep::Recompute }).collect();
     let chain = match found.chain.hbm_cap_bytes {
         Some(_) => found.chain,
-        None => problem.keep_chain(&problem.budgets, &problem.windows()),
+        None => problem.keep_chain(&chain_room(problem), &problem.windows()),
     };
     let evaluation = judge(&chain, &schedule.placement, &keep);
     let objective_ms = evaluation.as_ref().map(|e| e.objective_ms);
@@ -251,6 +268,7 @@ pub(crate) fn adopt(
         objective_ms,
         bound_ms: None,
         gap: None,
+        message: Some(why.into()),
         ..found.solution
     };
     schedule.solve.status = Status::Feasible.name().into();

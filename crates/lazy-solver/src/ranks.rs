@@ -10,8 +10,9 @@
 use std::time::Instant;
 
 use lazy_model::timeline::LinkRates;
-use lazy_model::{Bytes, BytesPerSecond, CostChain, Seconds, StepProblem, Windows};
+use lazy_model::{Bytes, BytesPerSecond, CostChain, Seconds, StepProblem, Tier, Windows};
 
+use crate::explain::{Remedy, explain_step};
 use crate::physical::{AT_ONCE, Clock, least_step};
 use crate::solve::{SolveOptions, solve};
 use crate::step::{Objective, StepFailure, StepOptions, StepSolution, solve_step};
@@ -72,7 +73,7 @@ pub fn solve_ranks(
     let share = share(host, ranks);
     let options = StepOptions { objective: Objective::Physical, ..*options };
     let halved = StepOptions { solve: clock.share(&options.solve), ..options };
-    let each = solve_step(&share, &halved)?;
+    let each = solve_step(&share, &halved).map_err(|why| of_all(host, ranks, why))?;
     let peer_exposed = peer.map_or(Seconds::ZERO, |rate| exchange(&share, ranks, rate));
     let prediction = each.schedule.solve.prediction;
     let step = prediction.map_or(each.verified.promise.step_s, |p| p.step_s);
@@ -82,6 +83,28 @@ pub fn solve_ranks(
     let bound = if bound.get() < step.get() { bound } else { step };
     let gap = if step.get() > 0.0 { (step.get() - bound.get()) / step.get() } else { 0.0 };
     Ok(RanksSolution { ranks, share, each, peer_exposed, step, bound, gap })
+}
+
+/// [`explain_step`] for ranks that share a host: what is named of host RAM and NVMe is the whole host's, of HBM each rank's.
+pub fn explain_ranks(host: &StepProblem, ranks: usize, options: &StepOptions) -> Vec<Remedy> {
+    let n = ranks.max(1) as u64;
+    let whole = |remedy| match remedy {
+        Remedy::Budget { tier, smallest, .. } if tier != Tier::Hbm => {
+            Remedy::Budget { tier, budget: host.budgets.get(tier), smallest: smallest * n }
+        }
+        other => other,
+    };
+    explain_step(&share(host, ranks), options).into_iter().map(whole).collect()
+}
+
+/// Why a rank has no plan on its part, where that names the host's RAM or NVMe in the sizes of the whole host.
+fn of_all(host: &StepProblem, ranks: usize, why: StepFailure) -> StepFailure {
+    match why {
+        StepFailure::Fixed { tier, fixed, .. } if tier != Tier::Hbm => {
+            StepFailure::Fixed { tier, budget: host.budgets.get(tier), fixed: fixed * ranks.max(1) as u64 }
+        }
+        other => other,
+    }
 }
 
 /// How long to look for a bound.
@@ -94,7 +117,7 @@ impl Limits<'_> {
     /// The least predicted step of one rank with this problem, where a bound is proven in time.
     fn least(&self, one: &StepProblem, known: Option<&StepSolution>) -> Result<Option<Seconds>, StepFailure> {
         let mut room = one.budgets;
-        room.host = room.host.saturating_sub(one.fixed.host);
+        room.host = room.host.saturating_sub(one.always().host);
         // Whatever is on its way to a drive may wait in host RAM.
         let chain = one.keep_chain(&room, &Windows { staging: ANY, ..one.windows() });
         let bare = CostChain { nvme_staging_bytes: None, ..chain.clone() };
@@ -153,7 +176,7 @@ fn unhindered(host: &StepProblem, shared: &Shared) -> StepProblem {
         nvme_read: AT_ONCE,
         ..LinkRates::default()
     };
-    one.budgets.host = host.fixed.host + shared.host + shared.nvme;
+    one.budgets.host = host.always().host + shared.host + shared.nvme;
     one.budgets.nvme = Bytes::ZERO;
     one
 }
@@ -162,7 +185,7 @@ fn unhindered(host: &StepProblem, shared: &Shared) -> StepProblem {
 fn together(host: &StepProblem, shared: &Shared) -> StepProblem {
     let mut together = host.clone();
     together.costs.links.contention.shared = None;
-    together.budgets.host = host.fixed.host + shared.most_off_hbm();
+    together.budgets.host = host.always().host + shared.most_off_hbm();
     together.budgets.nvme = Bytes::ZERO;
     together
 }
@@ -174,7 +197,7 @@ fn relaxations(host: &StepProblem, shared: &Shared) -> Vec<StepProblem> {
     if shared.nvme > Bytes::ZERO {
         let mut alone = host.clone();
         alone.costs.links.contention.shared = None;
-        alone.budgets.host = host.fixed.host + Bytes(shared.host.get() / shared.ranks);
+        alone.budgets.host = host.always().host + Bytes(shared.host.get() / shared.ranks);
         alone.budgets.nvme = shared.nvme;
         relaxed.push(alone);
     }
@@ -211,7 +234,7 @@ impl Shared {
             Bytes(bytes.max(0.0).ceil() as u64)
         };
         let links = &costs.links;
-        let room = host.budgets.host.saturating_sub(host.fixed.host * ranks);
+        let room = host.budgets.host.saturating_sub(host.always().host * ranks);
         let staging = host.boundary_bytes.iter().copied().min().unwrap_or_default();
         let drives = carried(links.nvme_write, links.nvme_read);
         let nvme = if room >= staging { host.budgets.nvme.min(drives) } else { Bytes::ZERO };

@@ -29,11 +29,13 @@ use std::time::Instant;
 
 use lazy_model::{Bytes, Schedule, StepProblem, Tier, TierBytes, Verified, VerifyError};
 
+pub use crate::carry::carry_out;
 use crate::error::SolverError;
-use crate::physical::{Clock, keep_more, solve_physical};
-pub use crate::physical::{carry_out, step_bound};
-use crate::polish::{adopt, by_hand, polish, reference_may_help};
+pub use crate::physical::step_bound;
+use crate::physical::{Clock, keep_more, nothing_fits, solve_physical};
+use crate::polish::{NO_CHAIN, adopt, by_hand, by_rule, polish, reference_may_help};
 use crate::solve::{Solution, SolveOptions, Status, solve};
+use crate::spill::spilled;
 
 /// Read-ahead distances that are tried when none is asked for, in blocks.
 const DISTANCES: [usize; 5] = [0, 1, 2, 3, 4];
@@ -85,17 +87,18 @@ pub enum StepFailure {
     /// A chain was refused.
     #[error(transparent)]
     Solver(#[from] SolverError),
-    /// A tier's cap does not even hold what is there whatever goes where.
+    /// A tier's cap does not even hold what is there whatever goes where, or of HBM what loss or a layer need beside it. How much would do
+    /// [`explain_step`](crate::explain_step) says.
     #[error(
-        "the {tier} budget is {budget}, but {fixed} are needed before any boundary is placed: raise it above {} MiB, or make batch or \
-         sequence smaller", fixed.mib_rounded_up()
+        "the {tier} budget is {budget}, and {fixed} are taken whatever is placed where, which leaves too little for any plan: raise it, or \
+         make batch or sequence smaller"
     )]
     Fixed {
         /// The tier.
         tier: Tier,
         /// Its cap.
         budget: Bytes,
-        /// What is needed regardless.
+        /// What is taken regardless.
         fixed: Bytes,
     },
     /// No placement fits the caps.
@@ -133,27 +136,21 @@ pub enum StepFailure {
 /// # Errors
 /// See [`StepFailure`].
 pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSolution, StepFailure> {
-    let mut room = TierBytes::default();
+    let (always, mut room) = (problem.always(), TierBytes::default());
     for tier in Tier::ALL {
-        let (budget, fixed) = (problem.budgets.get(tier), problem.fixed.get(tier));
+        let (budget, fixed) = (problem.budgets.get(tier), always.get(tier));
         let least = if tier == Tier::Hbm { problem.sizes().least_hbm() } else { Bytes::ZERO };
         if budget < fixed + least {
-            return Err(StepFailure::Fixed { tier, budget, fixed: fixed + least });
+            return Err(StepFailure::Fixed { tier, budget, fixed });
         }
         *room.get_mut(tier) = budget - fixed;
     }
     let clock = Clock { limit: options.solve.time_limit, started: Instant::now() };
     if options.objective == Objective::Reference {
-        return without_keep(problem, options, room, &clock);
+        return without_keep(problem, options, room, &clock).map_err(|why| refused(problem, room, why));
     }
-    // The chain counts transfers in flight with caution: what it finds no room for, plain boundaries may still fit.
     let Some(found) = solve_physical(problem, options, &clock)? else {
-        let found = match without_keep(problem, options, room, &clock) {
-            Ok(found) => keep_more(problem, found),
-            Err(why) => return by_hand(problem, options).ok_or(why),
-        };
-        let (schedule, verified) = (found.schedule.clone(), found.verified.clone());
-        let found = adopt(problem, found, schedule, verified);
+        let found = without_chain(problem, options, room, &clock)?;
         return Ok(polish(problem, options, found, None, &clock));
     };
     let mut reference = None;
@@ -161,6 +158,43 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
         reference = without_keep(problem, options, room, &clock).ok();
     }
     Ok(polish(problem, options, found, reference, &clock))
+}
+
+/// The fastest plan there is where the chain has none that can be laid out: it counts transfers in flight with caution, and what it finds
+/// no room for, boundaries alone may still fit.
+fn without_chain(
+    problem: &StepProblem,
+    options: &StepOptions,
+    room: TierBytes,
+    clock: &Clock,
+) -> Result<StepSolution, StepFailure> {
+    let spilled = by_rule(problem, spilled(problem, options.prefetch, clock));
+    if spilled.is_none() && nothing_fits(problem, &clock.share(&options.solve)) {
+        return Err(unplaceable(problem, room));
+    }
+    let reference = without_keep(problem, options, room, clock).map(|found| {
+        let found = keep_more(problem, found);
+        let (schedule, verified) = (found.schedule.clone(), found.verified.clone());
+        adopt(problem, found, schedule, verified, NO_CHAIN)
+    });
+    let step = |found: &StepSolution| found.verified.promise.step_s.get();
+    let (reference, why) = match reference {
+        Ok(found) => (Some(found), None),
+        Err(why) => (None, Some(why)),
+    };
+    let found = reference.into_iter().chain(spilled).min_by(|a, b| step(a).total_cmp(&step(b)));
+    found.or_else(|| by_hand(problem, options)).ok_or_else(|| match why {
+        Some(why) => refused(problem, room, why),
+        None => unplaceable(problem, room),
+    })
+}
+
+/// Why there is no plan, of the step and not of the last schedule that was tried.
+fn refused(problem: &StepProblem, room: TierBytes, why: StepFailure) -> StepFailure {
+    match why {
+        StepFailure::Verify(VerifyError::OverBudget { .. }) => unplaceable(problem, room),
+        other => other,
+    }
 }
 
 /// The plan of the reference's chain: nothing kept, HBM for boundaries a simple sum that shrinks until the step fits.
@@ -277,13 +311,17 @@ fn no_placement(problem: &StepProblem, solution: &Solution, room: TierBytes) -> 
     match solution.status {
         Status::NoIncumbent => StepFailure::NoIncumbent,
         Status::Failed => StepFailure::Failed(solution.message.clone().unwrap_or_default()),
-        Status::Infeasible | Status::Optimal | Status::Feasible => StepFailure::Infeasible {
-            hbm: room.hbm,
-            host: room.host,
-            nvme: room.nvme,
-            boundary: problem.boundary_bytes.iter().copied().max().unwrap_or_default(),
-            max_segment: problem.max_segment,
-        },
+        Status::Infeasible | Status::Optimal | Status::Feasible => unplaceable(problem, room),
+    }
+}
+
+fn unplaceable(problem: &StepProblem, room: TierBytes) -> StepFailure {
+    StepFailure::Infeasible {
+        hbm: room.hbm,
+        host: room.host,
+        nvme: room.nvme,
+        boundary: problem.boundary_bytes.iter().copied().max().unwrap_or_default(),
+        max_segment: problem.max_segment,
     }
 }
 
@@ -346,6 +384,6 @@ mod tests {
     fn a_refusal_names_a_cap() {
         let message = solve_step(&problem(2, &[1.0; 8]), &StepOptions::default()).unwrap_err().to_string();
         // Whose flags? A library's advice is about budgets.
-        assert!(message.contains("hbm") && message.contains("MiB") && !message.contains("--"), "{message}");
+        assert!(message.contains("the hbm budget") && !message.contains("--"), "{message}");
     }
 }

@@ -6,9 +6,9 @@ use lazy_model::{
     Bytes, BytesPerSecond, Placement, Schedule, Seconds, StepProblem, Streamed, Tier, TierBytes, Windows,
     Workspaces,
 };
-use lazy_solver::ranks::solve_ranks;
+use lazy_solver::ranks::{explain_ranks, solve_ranks};
 use lazy_solver::step::{Objective, StepFailure, StepOptions, carry_out, solve_step, step_bound};
-use lazy_solver::{SolveOptions, Status, solve, step_baselines};
+use lazy_solver::{Remedy, SolveOptions, Status, explain_step, solve, step_baselines};
 
 const MIB: Bytes = Bytes::from_mib(1);
 
@@ -263,4 +263,105 @@ fn ranks_share_a_host_evenly() {
         assert!(even.bound.as_ms() <= best + 1e-6);
         assert!(even.gap <= 0.001, "{}", even.gap);
     }
+}
+
+/// The same step with weights and gradients that live in host RAM and pass through HBM.
+fn streamed(layers: usize, budgets: [u64; 3], link_ms: f64) -> StepProblem {
+    let mut problem = problem(layers, budgets, link_ms);
+    problem.streamed.weights = vec![MIB * 2; layers];
+    problem.streamed.gradients = vec![MIB * 2; layers];
+    problem
+}
+
+/// Whatever is raised, from too little for any plan to enough for the best one: a plan appears once and gets no slower.
+#[test]
+fn more_of_a_tight_budget_is_never_slower() {
+    type Make = fn(u64) -> StepProblem;
+    let sweeps: [(&str, Vec<u64>, Make); 4] = [
+        ("quarters of a MiB of HBM", (54..72).step_by(6).collect(), |n| {
+            let mut problem = problem(6, [0, 2, 4], 12.0);
+            problem.budgets.hbm = Bytes(MIB.get() / 4 * n);
+            problem
+        }),
+        ("HBM beside streamed weights", (21..34).step_by(4).collect(), |n| streamed(6, [n, 27, 3], 3.0)),
+        ("host RAM beside streamed weights", vec![23, 25, 27, 30], |n| streamed(6, [22, n, 6], 3.0)),
+        ("NVMe", vec![0, 2, 6], |n| streamed(6, [22, 26, n], 3.0)),
+    ];
+    for (name, sizes, make) in sweeps {
+        let mut last: Option<f64> = None;
+        for n in sizes {
+            let time = step_ms(&make(n));
+            assert!(time.is_some() || last.is_none(), "{name}: no plan with {n}, but with less");
+            if let (Some(time), Some(last)) = (time, last) {
+                assert!(time <= last + 1e-6, "{name} {n}: {time} after {last}");
+            }
+            last = time.or(last);
+        }
+        assert!(last.is_some(), "{name}");
+    }
+}
+
+/// Six layers' weights and gradients fill 24 MiB of host RAM before any boundary is placed: the search does not count on them, spills
+/// to NVMe what does not fit beside them, and is no slower than the same step with as much host RAM for boundaries alone.
+#[test]
+fn streamed_weights_leave_the_host_ram_they_leave() {
+    let problem = streamed(6, [22, 27, 6], 3.0);
+    assert_eq!(problem.always().host, MIB * 24);
+    let found = solve_step(&problem, &StepOptions::default()).unwrap();
+    assert_eq!(
+        found.chain.cpu_budget_bytes.get() / MIB.get() * MIB.get(),
+        found.chain.cpu_budget_bytes.get()
+    );
+    assert!(found.chain.cpu_budget_bytes <= MIB * 3, "{}", found.chain.cpu_budget_bytes);
+    assert!(found.verified.promise.peak_bytes.host > MIB * 24);
+}
+
+#[test]
+fn the_least_host_ram_beside_streamed_weights_is_the_least() {
+    for budgets in [[24, 8, 0], [23, 8, 6]] {
+        let short = streamed(6, budgets, 3.0);
+        let why = solve_step(&short, &StepOptions::default()).unwrap_err().to_string();
+        assert!(why.contains("host budget") && why.contains("24.00 MiB"), "{why}");
+        let remedies = explain_step(&short, &StepOptions::default());
+        let [Remedy::Budget { tier: Tier::Host, smallest, .. }] = remedies.as_slice() else {
+            panic!("{budgets:?}: {remedies:?}")
+        };
+        let with = |host: Bytes| {
+            let mut raised = short.clone();
+            raised.budgets.host = host;
+            step_ms(&raised)
+        };
+        assert!(with(*smallest).is_some(), "{budgets:?}: {smallest}");
+        let less = Bytes(smallest.get() - MIB.get() / 500);
+        assert!(*smallest == MIB * 24 || with(less).is_none(), "{budgets:?}: {smallest}");
+    }
+}
+
+/// What a solve says speaks of the step, not of a schedule that somebody might have, and its remedy is the only size in it that is asked for.
+#[test]
+fn a_refused_step_names_one_size_that_works() {
+    let short = streamed(6, [17, 64, 0], 3.0);
+    let why = solve_step(&short, &StepOptions::default()).unwrap_err().to_string();
+    assert!(!why.contains("schedule") && !why.contains("at least"), "{why}");
+    let remedies = explain_step(&short, &StepOptions::default());
+    let Some(Remedy::Budget { tier: Tier::Hbm, smallest, .. }) = remedies.first() else {
+        panic!("{remedies:?}")
+    };
+    let raised = TierBytes { hbm: *smallest, ..short.budgets };
+    assert!(step_ms(&StepProblem { budgets: raised, ..short }).is_some());
+}
+
+/// Host RAM is the whole host's in what is refused and in what would help; HBM is each rank's.
+#[test]
+fn ranks_are_told_what_the_whole_host_needs() {
+    let host = streamed(6, [24, 64, 0], 3.0);
+    let why = solve_ranks(&host, 4, None, &StepOptions::default()).unwrap_err().to_string();
+    assert!(why.contains("64.00 MiB") && why.contains("96.00 MiB"), "{why}");
+    let remedies = explain_ranks(&host, 4, &StepOptions::default());
+    let [Remedy::Budget { tier: Tier::Host, budget, smallest }] = remedies.as_slice() else {
+        panic!("{remedies:?}")
+    };
+    assert_eq!(*budget, MIB * 64);
+    let enough = StepProblem { budgets: TierBytes { host: *smallest, ..host.budgets }, ..host };
+    assert!(solve_ranks(&enough, 4, None, &StepOptions::default()).is_ok());
 }

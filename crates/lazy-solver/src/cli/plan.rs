@@ -9,7 +9,7 @@ use lazy_model::{
     Bytes, CostChain, Evaluation, Placement, Pool, Schedule, Seconds, StepProblem, Tier, Verified,
     VerifyError, Violation, evaluate,
 };
-use lazy_solver::ranks::{RanksSolution, solve_ranks};
+use lazy_solver::ranks::{RanksSolution, explain_ranks, solve_ranks};
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step, step_bound};
 use lazy_solver::{
     Method, Remedy, Solution, SolveOptions, SolverError, Status, baselines, explain, explain_step, solve,
@@ -164,7 +164,11 @@ pub(crate) fn make(problem: Problem, options: &SolveOptions, clock: &Clock) -> R
             Some(step) => {
                 let time_limit = left.time_limit.or(Some(PATIENCE));
                 let solve = SolveOptions { time_limit, ..left };
-                explain_step(step, &StepOptions { solve, ..StepOptions::default() })
+                let options = StepOptions { solve, ..StepOptions::default() };
+                match &planned.problem.ranks {
+                    Some(Ranks { count, host, .. }) => explain_ranks(host, *count, &options),
+                    None => explain_step(step, &options),
+                }
             }
             None => explain(&planned.problem.chain, &left).map_err(|e| e.to_string())?,
         };

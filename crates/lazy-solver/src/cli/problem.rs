@@ -370,9 +370,9 @@ fn optimizer_note(args: &Args, facts: &ModelFacts) -> Option<String> {
 
 /// What the caps leave for boundaries.
 pub(crate) fn room(step: &StepProblem) -> TierBytes {
-    let mut room = TierBytes::default();
+    let (always, mut room) = (step.always(), TierBytes::default());
     for tier in Tier::ALL {
-        *room.get_mut(tier) = step.budgets.get(tier).saturating_sub(step.fixed.get(tier));
+        *room.get_mut(tier) = step.budgets.get(tier).saturating_sub(always.get(tier));
     }
     room
 }

@@ -9,7 +9,7 @@ pub(crate) mod text;
 use std::collections::BTreeMap;
 
 use lazy_model::config::Mlp;
-use lazy_model::{Bytes, LayerIndex, ModelSpec, Placement, Seconds, Tier};
+use lazy_model::{Bytes, LayerIndex, ModelSpec, Placement, Seconds};
 use lazy_solver::{Remedy, Status};
 
 use super::next::flag_of;
@@ -49,7 +49,7 @@ fn reason(planned: &Planned) -> String {
                 format!("{why}\nThe budgets are --hbm-gib, --host-gib and --nvme-gib, or as many -mib.")
             }
             (Some(why), false) if planned.problem.ranks.is_some() => {
-                format!("of a rank, with its part of host RAM and NVMe: {why}")
+                format!("ranks share host RAM and NVMe evenly: {why}")
             }
             (Some(why), false) => why.clone(),
             (None, true) => {
@@ -68,10 +68,7 @@ fn remedy(planned: &Planned, remedy: &Remedy) -> String {
     };
     match remedy {
         Remedy::Budget { tier, budget, smallest } => {
-            // Flags give host RAM and NVMe of all ranks together; the remedy is one rank's.
-            let shared = planned.problem.ranks.as_ref().filter(|_| *tier != Tier::Hbm);
-            let all = shared.map_or(1, |ranks| ranks.count as u64);
-            raise(&format!("the {tier} budget"), flag_of(planned, *tier), *budget * all, *smallest * all)
+            raise(&format!("the {tier} budget"), flag_of(planned, *tier), *budget, *smallest)
         }
         Remedy::HbmCap { cap, smallest } => raise("hbm_cap_bytes", "--hbm-gib", *cap, *smallest),
         Remedy::SegmentLayers { smallest, .. } => format!("{remedy}: --max-segment {smallest}"),
