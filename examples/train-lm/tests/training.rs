@@ -313,7 +313,7 @@ fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
         (TrainArgs { plan: file, ..base.clone() }, "schedule is not valid"),
         (TrainArgs { plan: "no-such-plan".into(), ..base.clone() }, "`auto`, `resident`, `checkpoint`"),
         (budget(|a| a.budgets.hbm_mib = Some(1.0)), "hbm budget is 1.00 MiB"),
-        (budget(|a| a.budgets.host_mib = Some(0.0)), "host cap is 0 B"),
+        (budget(|a| a.budgets.host_mib = Some(0.0)), "host budget is 0 B"),
         (budget(|a| a.budgets.hbm_gib = Some(f64::NAN)), "--hbm-gib"),
         (TrainArgs { batch: Some(1 << 20), ..base.clone() }, "smaller"),
         (TrainArgs { batch: Some(1 << 20), seq: Some(1 << 20), ..base.clone() }, "at most 2^30 tokens"),
