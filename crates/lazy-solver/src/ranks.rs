@@ -100,8 +100,10 @@ pub fn explain_ranks(host: &StepProblem, ranks: usize, options: &StepOptions) ->
 /// Why a rank has no plan on its part, where that names the host's RAM or NVMe in the sizes of the whole host.
 fn of_all(host: &StepProblem, ranks: usize, why: StepFailure) -> StepFailure {
     match why {
-        StepFailure::Fixed { tier, fixed, .. } if tier != Tier::Hbm => {
-            StepFailure::Fixed { tier, budget: host.budgets.get(tier), fixed: fixed * ranks.max(1) as u64 }
+        StepFailure::Fixed { tier, fixed, needed, .. } if tier != Tier::Hbm => {
+            let all = ranks.max(1) as u64;
+            let budget = host.budgets.get(tier);
+            StepFailure::Fixed { tier, budget, fixed: fixed * all, needed: needed * all }
         }
         other => other,
     }

@@ -100,6 +100,8 @@ pub enum StepFailure {
         budget: Bytes,
         /// What is taken regardless.
         fixed: Bytes,
+        /// What is needed before any boundary is placed: that, and in HBM what loss or a layer need beside it.
+        needed: Bytes,
     },
     /// No placement fits the caps.
     #[error(
@@ -141,7 +143,7 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
         let (budget, fixed) = (problem.budgets.get(tier), always.get(tier));
         let least = if tier == Tier::Hbm { problem.sizes().least_hbm() } else { Bytes::ZERO };
         if budget < fixed + least {
-            return Err(StepFailure::Fixed { tier, budget, fixed });
+            return Err(StepFailure::Fixed { tier, budget, fixed, needed: fixed + least });
         }
         *room.get_mut(tier) = budget - fixed;
     }

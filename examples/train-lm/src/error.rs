@@ -92,12 +92,15 @@ impl TrainError {
 pub type Result<T> = std::result::Result<T, TrainError>;
 
 /// The flags that do what the planner's library advises.
-fn flags(failure: &StepFailure) -> &'static str {
+fn flags(failure: &StepFailure) -> String {
     match failure {
-        StepFailure::Fixed { .. } | StepFailure::Infeasible { .. } | StepFailure::Verify(_) => {
-            " (--hbm-mib, --host-mib and --nvme-mib set the budgets)"
+        StepFailure::Fixed { tier, needed, .. } => {
+            format!(" (--{tier}-mib sets it: above {} MiB)", needed.mib_rounded_up())
         }
-        StepFailure::NoIncumbent | StepFailure::Failed(_) => " (--plan checkpoint)",
-        _ => "",
+        StepFailure::Infeasible { .. } | StepFailure::Verify(_) => {
+            " (--hbm-mib, --host-mib and --nvme-mib set the budgets)".to_owned()
+        }
+        StepFailure::NoIncumbent | StepFailure::Failed(_) => " (--plan checkpoint)".to_owned(),
+        _ => String::new(),
     }
 }

@@ -133,7 +133,8 @@ pub fn check_room(
         if let Some(budget) = budgets.cap(tier).map_err(TrainError::Usage)?
             && budget < fixed.get(tier)
         {
-            return Err(StepFailure::Fixed { tier, budget, fixed: fixed.get(tier) }.into());
+            let fixed = fixed.get(tier);
+            return Err(StepFailure::Fixed { tier, budget, fixed, needed: fixed }.into());
         }
     }
     let (needed, there) = (fixed.hbm + fixed.host, total_memory());
