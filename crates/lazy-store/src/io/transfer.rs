@@ -4,66 +4,26 @@
 //! otherwise through a slot of aligned memory, into and out of which a device may copy on a stream of its own. Checksums
 //! and copies are done while other pieces are in flight; those of long pieces that were read, by a thread beside this one.
 
+mod job;
+mod look;
+mod piece;
+
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::Arc;
-use std::time::Duration;
 
-use lazy_model::Bytes;
-use rustix::io::Errno;
-
+use self::job::Running;
+pub(crate) use self::job::{Job, Memory, StagedCopy};
+use self::piece::Piece;
 use super::helper::Helper;
 use super::slots::Slots;
-use super::stripes::{OpenFile, Place, Stripes};
-use super::{Done, Op, Queue, Request, Window, fs};
-use crate::error::{BoxError, StoreError};
-use crate::io::note::{Note, Watch};
+use super::{Done, Op, Queue, Request, Window};
+use crate::error::StoreError;
+use crate::io::note::Note;
 
-/// Tries in a row without progress before a transfer is given up.
-const MAX_STALLS: u32 = 200;
-/// Tries without progress that are not yet slowed down.
-const FREE_STALLS: u32 = 20;
 /// Copies out of slots that may be under way while the drive is waited for: they are far quicker than it, so the oldest of
 /// more than these is as good as done.
 const COPIES: usize = 1;
-
-/// Pieces read that are at least this long are looked at by the helper: for shorter ones, waking it costs as much.
-const HELPED: usize = 1 << 18;
-
-/// Copies between a device's memory and a slot in host memory, on a stream of its own. The slot belongs to the copy from
-/// `start` until `wait` returns, and has at most one copy under way.
-pub(crate) trait StagedCopy {
-    /// Starts the copy of `staging.len()` bytes at position `at` of the extent: into the slot for a write to NVMe, out of it
-    /// for a read.
-    fn start(&mut self, slot: usize, at: u64, staging: &mut [u8]) -> Result<(), BoxError>;
-
-    /// Waits for the copy that was started with that slot.
-    fn wait(&mut self, slot: usize) -> Result<(), BoxError>;
-}
-
-/// What a job fills or writes.
-pub(crate) enum Memory<'a> {
-    /// Bytes to fill from the file.
-    Read(&'a mut [u8]),
-    /// Bytes to write to the file.
-    Write(&'a [u8]),
-    /// Host memory by its address, for a job that outlives no call. Nobody else uses it before the job has ended.
-    Place(Window),
-    /// So many bytes of a device, which it copies.
-    Staged(u64, &'a mut dyn StagedCopy),
-    /// Memory of a device that the queue can move where it lies. Nobody else uses it before the job has ended, and it is
-    /// never looked at.
-    Device(Window),
-}
-
-/// A transfer of all of its memory to or from one range of files.
-pub(crate) struct Job<'a> {
-    pub(crate) files: Arc<Stripes>,
-    pub(crate) offset: u64,
-    pub(crate) memory: Memory<'a>,
-    pub(crate) watch: Watch,
-}
 
 /// Where jobs come from, and where their results go.
 pub(crate) trait Feed<'a> {
@@ -83,51 +43,6 @@ pub(crate) struct Engine {
     helper: Option<Helper>,
     /// There is none to be had.
     no_helper: bool,
-}
-
-/// A part of a job that one request can move.
-#[derive(Default)]
-struct Piece {
-    job: usize,
-    /// Its number in the job.
-    index: usize,
-    /// Where it begins in the job.
-    at: u64,
-    len: usize,
-    file: usize,
-    offset: u64,
-    /// Length of the request: that of the piece, or padded.
-    request: usize,
-    slot: Option<usize>,
-    /// Bytes moved so far, a multiple of the file's granularity.
-    got: usize,
-    /// Bytes moved by the last try, which may not have been.
-    reached: usize,
-    /// Tries in a row without progress.
-    stalls: u32,
-    /// Whether the queue has it.
-    queued: bool,
-    /// Whether its bytes were looked at, or are about to be.
-    looked_at: bool,
-    /// What is still to happen before its slot is free: its way to or from the file, and for a write a look at its bytes.
-    holds: u32,
-}
-
-/// A job under way.
-struct Running<'a> {
-    key: u64,
-    job: Job<'a>,
-    /// Its memory; of a device's, only the length means something.
-    window: Window,
-    /// Bytes from the start that need no padding: whoever moves device memory where it lies copes with any length.
-    whole: u64,
-    in_place: bool,
-    /// Where the next piece begins.
-    next: u64,
-    notes: Vec<Note>,
-    /// Pieces under way.
-    pieces: usize,
-    failure: Option<StoreError>,
 }
 
 impl Engine {
@@ -407,109 +322,6 @@ impl<'a> Run<'_, 'a> {
         }
     }
 
-    /// Where the bytes of a piece are.
-    fn window(&self, piece: &Piece, running: &Running<'_>) -> Window {
-        let in_memory = running.window.part(piece.at as usize, piece.len);
-        piece.slot.map_or(in_memory, |slot| self.slots.window(slot, piece.len))
-    }
-
-    /// Lets the helper look at a piece that was read; `false` where that is left to this thread.
-    fn help(&mut self, tag: usize) -> bool {
-        let piece = &self.pieces[tag];
-        let Some(Some(running)) = self.jobs.get(piece.job) else { return false };
-        if piece.len < HELPED || !running.job.watch.looks() || *self.no_helper {
-            return false;
-        }
-        let window = self.window(piece, running);
-        if self.helper.is_none() {
-            *self.helper = Helper::start();
-            *self.no_helper = self.helper.is_none();
-        }
-        // SAFETY: the piece holds its slot, or the job its memory, initialised, and nothing is in flight with it; it is held
-        // until its note is taken, by `drop` at the latest.
-        let helped = self.helper.as_ref().is_some_and(|h| unsafe { h.look(window, &running.job.watch) });
-        if helped {
-            self.helped.push_back(tag);
-        }
-        helped
-    }
-
-    /// Goes on with the pieces that the helper has looked at; where that is wanted, waits for one.
-    fn take_notes(&mut self, mut wait: bool, feed: &mut dyn Feed<'a>) {
-        while let (Some(&tag), Some(helper)) = (self.helped.front(), self.helper.as_ref()) {
-            match helper.note(wait) {
-                Ok(Some(note)) => {
-                    self.helped.pop_front();
-                    let Piece { job, index, .. } = self.pieces[tag];
-                    if let Some(Some(running)) = self.jobs.get_mut(job) {
-                        running.notes[index] = note;
-                    }
-                    self.looked_at(tag, feed);
-                }
-                Ok(None) => return,
-                // It is gone: what is left is this thread's.
-                Err(()) => {
-                    (*self.helper, *self.no_helper) = (None, true);
-                    self.chores.extend(self.helped.drain(..));
-                }
-            }
-            wait = false;
-        }
-    }
-
-    /// Notes what the bytes of a piece are, and goes on with it.
-    fn look_at(&mut self, tag: usize, feed: &mut dyn Feed<'a>) {
-        let piece = &self.pieces[tag];
-        let Some(Some(running)) = self.jobs.get(piece.job) else { return };
-        let (job, index, watch) = (piece.job, piece.index, &running.job.watch);
-        if watch.looks() {
-            // SAFETY: the piece holds its slot, or the job its memory, initialised; a write in flight only reads it, and a
-            // read has ended.
-            let note = watch.note(unsafe { self.window(piece, running).bytes() });
-            if let Some(Some(running)) = self.jobs.get_mut(job) {
-                running.notes[index] = note;
-            }
-        }
-        match self.op {
-            Op::Write => self.close(tag, feed),
-            Op::Read => self.looked_at(tag, feed),
-        }
-    }
-
-    /// Compares what was noted of a piece that was read, and copies it out of its slot.
-    fn looked_at(&mut self, tag: usize, feed: &mut dyn Feed<'a>) {
-        let piece = &self.pieces[tag];
-        let Some(Some(running)) = self.jobs.get(piece.job) else { return };
-        let window = self.window(piece, running);
-        let Some(Some(running)) = self.jobs.get_mut(piece.job) else { return };
-        let watch = &running.job.watch;
-        if let Some((wanted, got)) = watch.differs(piece.index, running.notes[piece.index].checksum) {
-            let error = StoreError::Corrupt {
-                path: running.job.files.file(piece.file).path.clone(),
-                offset: piece.offset,
-                bytes: Bytes(piece.len as u64),
-                extent: running.job.offset,
-                wanted,
-                got,
-            };
-            return self.fail(tag, error, feed);
-        }
-        let Some(slot) = piece.slot else { return self.close(tag, feed) };
-        if let Memory::Staged(_, copy) = &mut running.job.memory {
-            // SAFETY: as above, and nothing is in flight with the slot.
-            let bytes = unsafe { window.bytes_mut() };
-            return match copy.start(self.slots.number(slot), piece.at, bytes) {
-                Ok(()) => self.copying.push_back(tag),
-                Err(error) => self.fail(tag, StoreError::staged(error), feed),
-            };
-        }
-        // SAFETY: the job holds its memory exclusively, and no other piece touches this part.
-        let to = unsafe { running.window.part(piece.at as usize, piece.len).bytes_mut() };
-        // SAFETY: the piece holds its slot, and nothing is in flight with it.
-        to.copy_from_slice(unsafe { window.bytes() });
-        self.close(tag, feed);
-    }
-
     /// A piece failed, and its job with it.
     fn fail(&mut self, tag: usize, error: StoreError, feed: &mut dyn Feed<'a>) {
         if let Some(Some(running)) = self.jobs.get_mut(self.pieces[tag].job) {
@@ -592,118 +404,6 @@ impl Drop for Run<'_, '_> {
                 // Whether it worked matters to nobody any more.
                 let _ = copy.wait(number);
             }
-        }
-    }
-}
-
-impl<'a> Running<'a> {
-    fn new(key: u64, mut job: Job<'a>) -> Self {
-        let (window, staged) = match &mut job.memory {
-            Memory::Read(bytes) => (Window::of_mut(bytes), false),
-            Memory::Write(bytes) => (Window::of(bytes), false),
-            Memory::Staged(len, _) => (Window { start: std::ptr::null_mut(), len: *len as usize }, true),
-            Memory::Place(window) | Memory::Device(window) => (*window, false),
-        };
-        let device = matches!(job.memory, Memory::Device(_));
-        let padded = if device { 0 } else { window.len % job.files.alignment };
-        Running {
-            key,
-            window,
-            whole: (window.len - padded) as u64,
-            in_place: device || !staged && job.files.takes(window.start.addr()),
-            next: 0,
-            notes: Vec::new(),
-            pieces: 0,
-            failure: None,
-            job,
-        }
-    }
-
-    /// The next piece.
-    fn piece(&self, id: usize) -> Piece {
-        let Place { file, offset, .. } = self.job.files.locate(self.job.offset + self.next);
-        let len = self.job.files.piece(self.job.offset, self.window.len as u64, self.next) as usize;
-        Piece {
-            job: id,
-            index: self.notes.len(),
-            at: self.next,
-            len,
-            request: len,
-            file,
-            offset,
-            holds: 1,
-            ..Piece::default()
-        }
-    }
-
-    fn no_slot(&self, op: Op) -> StoreError {
-        let Place { file, offset, .. } = self.job.files.locate(self.job.offset);
-        let OpenFile { path, granularity, .. } = self.job.files.file(file);
-        let bytes = Bytes(self.window.len as u64);
-        StoreError::NoSlot { op: op.name(), path: path.clone(), offset, bytes, granularity: *granularity }
-    }
-
-    fn has_ended(&self) -> bool {
-        self.pieces == 0 && (self.failure.is_some() || self.next >= self.window.len as u64)
-    }
-}
-
-impl Piece {
-    /// Takes the result of a request into account: `true` when the piece is complete, `false` when it has to go on.
-    fn take(&mut self, op: Op, file: &OpenFile, result: io::Result<usize>) -> Result<bool, StoreError> {
-        let error = match result {
-            Ok(0) => return Err(self.short(op, file)),
-            Ok(count) => {
-                self.reached = (self.got + count).min(self.request);
-                if self.reached == self.request {
-                    return Ok(true);
-                }
-                // A direct request has to begin at a multiple, so a count in between is moved again from the last one.
-                let aligned = self.reached / file.granularity * file.granularity;
-                self.stalls = if aligned > self.got { 0 } else { self.stalls + 1 };
-                self.got = aligned;
-                None
-            }
-            Err(error) if matches!(Errno::from_io_error(&error), Some(Errno::INTR | Errno::AGAIN)) => {
-                self.stalls += 1;
-                Some(error)
-            }
-            Err(error) => return Err(self.refused(op, file, error)),
-        };
-        if self.stalls > MAX_STALLS {
-            return Err(match error {
-                None => self.short(op, file),
-                Some(error) => self.refused(op, file, error),
-            });
-        }
-        if self.stalls > FREE_STALLS {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Ok(false)
-    }
-
-    fn short(&self, op: Op, file: &OpenFile) -> StoreError {
-        StoreError::Short {
-            op: op.name(),
-            path: file.path.clone(),
-            offset: self.offset,
-            wanted: self.request as u64,
-            got: self.reached as u64,
-        }
-    }
-
-    fn refused(&self, op: Op, file: &OpenFile, source: io::Error) -> StoreError {
-        let needed = Bytes((self.request - self.got) as u64);
-        let full = matches!(Errno::from_io_error(&source), Some(Errno::NOSPC | Errno::DQUOT));
-        if full && let Ok(free) = fs::free_space(&file.file, &file.path) {
-            return StoreError::NoSpace { path: file.path.clone(), needed, free };
-        }
-        StoreError::Io {
-            op: op.name(),
-            path: file.path.clone(),
-            offset: self.offset + self.got as u64,
-            bytes: needed,
-            source,
         }
     }
 }

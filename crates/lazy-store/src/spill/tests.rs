@@ -1,5 +1,8 @@
 //! Seals where a device makes the checksums.
 
+use lazy_model::Lane;
+
+use super::device::equal_runs;
 use super::*;
 use crate::options::{BackendChoice, DirectChoice};
 use crate::simulated::Simulated;

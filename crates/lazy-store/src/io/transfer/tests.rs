@@ -1,9 +1,14 @@
 //! The transfer loop over a queue that only pretends.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+
+use lazy_model::Bytes;
 
 use super::*;
 use crate::buffer::AlignedBuf;
+use crate::io::note::Watch;
+use crate::io::stripes::{OpenFile, Stripes};
 
 /// Completes requests, last first, without moving anything; at a given one, fails as a whole.
 #[derive(Default)]
