@@ -1,5 +1,6 @@
 //! A Qwen3-style language-model trainer on the lazy crates: the downstream program that uses all of them.
 
+mod boundaries;
 pub mod console;
 pub mod data;
 pub mod decoder;

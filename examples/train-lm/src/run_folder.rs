@@ -114,6 +114,11 @@ impl RunFolder {
         self.path.join("trace.json")
     }
 
+    /// What boundaries held on their way to NVMe and back, where that was asked for.
+    pub fn boundaries(&self) -> PathBuf {
+        self.path.join("boundaries.jsonl")
+    }
+
     /// The report.
     pub fn report(&self) -> PathBuf {
         self.path.join("report.html")

@@ -91,6 +91,10 @@ pub struct TrainArgs {
     /// Steps recorded in trace.json, counted from the start of this process
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub trace_steps: u64,
+    /// Write what each boundary holds before it goes to NVMe and after it comes back (finite values, largest and mean magnitude,
+    /// checksum) to boundaries.jsonl: slow, for finding the copy that changed a value
+    #[arg(long)]
+    pub debug_boundaries: bool,
 }
 
 /// How far to read ahead.

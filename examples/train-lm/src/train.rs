@@ -9,10 +9,11 @@ use lazy_model::{Bytes, Schedule, Seconds, Span, StepProblem, Tier};
 use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, OptimError, ParamSpec, StepInput, StepOutcome};
 use lazy_runtime::{Context, Executor, PassReport, Phase};
 use lazy_store::scratch::RunDir;
-use lazy_store::{Store, StoreOptions};
+use lazy_store::{NvmeOptions, Store, StoreOptions};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::boundaries::BoundaryLog;
 use crate::console::Console;
 use crate::data::Corpus;
 use crate::decoder::Decoder;
@@ -121,6 +122,7 @@ struct Run<'a> {
     folder: RunFolder,
     executor: Executor,
     optimizer: NvmeAdam,
+    boundaries: Option<BoundaryLog>,
     console: Console,
     /// Lines of earlier processes and of this one.
     metrics: Vec<StepMetrics>,
@@ -152,13 +154,22 @@ impl<'a> Run<'a> {
             Some(folder) => folder,
             None => RunFolder::create(&out, &settings, steps, &config)?,
         };
-        let store = open_store(&chosen, &spill)?;
+        let store = open_store(&chosen, &spill, args.debug_boundaries)?;
         let executor = Executor::new(store, model.prologue(), model.layers(), model.epilogue());
         let (optimizer, cursor) = open_state(&settings, &folder, &model, &adam, new, &chosen.schedule)?;
         folder.started();
         let schedule = chosen.schedule.to_json()?;
         crate::run_folder::write_file(&folder.schedule(), schedule.as_bytes())?;
         let metrics = folder.read_metrics(cursor.next_step)?;
+        let boundaries = match args.debug_boundaries {
+            true => Some(BoundaryLog::create(&folder.boundaries(), &chosen.verified.plan)?),
+            false => None,
+        };
+        if boundaries.is_some() && chosen.verified.plan.extents.nvme == Bytes::ZERO {
+            console.warn(
+                "--debug-boundaries: this plan spills nothing to NVMe, so boundaries.jsonl stays empty",
+            );
+        }
         let first = cursor.next_step;
         Ok(Run {
             args,
@@ -170,6 +181,7 @@ impl<'a> Run<'a> {
             folder,
             executor,
             optimizer,
+            boundaries,
             console,
             metrics,
             first,
@@ -226,7 +238,11 @@ impl<'a> Run<'a> {
         let mut passes = Vec::with_capacity(settings.accum);
         for micro_batch in 0..settings.accum {
             let cx = Context { seed: settings.seed, step, micro_batch, layer: None, phase: Phase::Forward };
-            passes.push(self.executor.run(&self.chosen.verified.plan, cx)?);
+            let pass = self.executor.run(&self.chosen.verified.plan, cx);
+            let store = self.executor.store();
+            let logged = self.boundaries.as_mut().map_or(Ok(()), |log| log.write(step, micro_batch, store));
+            passes.push(pass?);
+            logged?;
         }
         let loss = self.model.loss();
         let outcome = self.update(step, origin)?;
@@ -383,9 +399,10 @@ impl<'a> Run<'a> {
     }
 }
 
-fn open_store(chosen: &Chosen, spill: &RunDir) -> Result<Store> {
+fn open_store(chosen: &Chosen, spill: &RunDir, debug_boundaries: bool) -> Result<Store> {
     let extents = chosen.verified.plan.extents;
-    let nvme = (extents.nvme > Bytes::ZERO).then(|| spill_file(spill.path(), extents.nvme));
+    let nvme = (extents.nvme > Bytes::ZERO)
+        .then(|| NvmeOptions { debug_boundaries, ..spill_file(spill.path(), extents.nvme) });
     // The verified extents are the budgets: the store refuses whatever the plan did not promise.
     Ok(Store::open(StoreOptions { hbm: extents.hbm, host: extents.host, nvme, ..StoreOptions::default() })?)
 }

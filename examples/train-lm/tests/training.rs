@@ -145,6 +145,56 @@ fn budgets_hold_and_what_moved_is_written_down() {
 }
 
 #[test]
+fn boundaries_on_their_way_to_the_drive_and_back_are_written_down_where_that_is_asked_for() {
+    let place = Place::new();
+    let plain = run(&TrainArgs { accum: Some(2), ..place.args("plain") });
+    assert!(!place.path("plain/boundaries.jsonl").exists());
+    let args = TrainArgs { accum: Some(2), debug_boundaries: true, ..place.args("run") };
+    let summary = run(&args);
+    assert_eq!(summary.weights_digest, plain.weights_digest);
+
+    let records = lines(&place.path("run/boundaries.jsonl"));
+    let schedule: Value =
+        serde_json::from_str(&fs::read_to_string(place.path("run/schedule.json")).unwrap()).unwrap();
+    let placement = schedule["placement"].as_array().unwrap();
+    let spilled: Vec<usize> = (0..placement.len()).filter(|&i| placement[i] == "nvme").collect();
+    assert!(!spilled.is_empty());
+    // Each spilled boundary goes and comes back once in each of two micro-batches of four steps.
+    assert_eq!(records.len(), spilled.len() * 2 * 4 * 2);
+    for (step, micro_batch, boundary) in
+        (0..4).flat_map(|s| (0..2).flat_map(move |m| (0..9).map(move |b| (s, m, b))))
+    {
+        let of = |lane: &str| {
+            let task = format!("boundary {boundary} {lane}");
+            let is = |r: &&Value| r["step"] == step && r["micro_batch"] == micro_batch && r["task"] == *task;
+            records.iter().find(is)
+        };
+        let pair = [of("nvme_write"), of("nvme_read")];
+        assert_eq!(pair.map(|r| r.is_some()), [spilled.contains(&boundary); 2], "boundary {boundary}");
+        let [Some(before), Some(after)] = pair else { continue };
+        assert_eq!((&before["side"], &after["side"]), (&"before_write".into(), &"after_read".into()));
+        // What is read back is what was written: 2 x 32 x 48 float32 values.
+        for key in ["offset", "bytes", "crc32c", "count", "finite", "abs_max", "abs_mean"] {
+            assert_eq!(before[key], after[key], "{key} of boundary {boundary}");
+        }
+        assert_eq!((&before["count"], &before["finite"]), (&3072.into(), &3072.into()));
+        assert_eq!(before["bytes"], 4 * 3072);
+        let [most, mean] = ["abs_max", "abs_mean"].map(|key| before[key].as_f64().unwrap());
+        assert!(0.0 < mean && mean < most, "{mean} and {most}");
+    }
+    // A resumed process begins the file anew.
+    run(&TrainArgs {
+        resume: args.out,
+        steps: Some(5),
+        plan: "auto".into(),
+        json: true,
+        debug_boundaries: true,
+        ..TrainArgs::default()
+    });
+    assert!(lines(&place.path("run/boundaries.jsonl")).iter().all(|r| r["step"] == 4));
+}
+
+#[test]
 fn a_resumed_run_continues_bit_for_bit() {
     let place = Place::new();
     let straight = run(&TrainArgs { steps: Some(7), ..place.args("straight") });
