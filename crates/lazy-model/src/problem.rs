@@ -156,8 +156,10 @@ impl StepProblem {
         let of = |list: &[Bytes], l: usize| list.get(l).copied().unwrap_or_default();
         let each = |size: &dyn Fn(usize) -> Bytes| Some((0..layers).map(size).collect::<Vec<_>>());
         let largest = |list: &[Bytes]| list.iter().copied().max().unwrap_or_default();
-        // Of streamed weights two layers' are there at once, of streamed gradients the ones that arise and those on their way.
-        let streamed = largest(&self.streamed.weights) * 2 + largest(&self.streamed.gradients) * 2;
+        // Of streamed weights two layers' are there at once, of streamed gradients the ones that arise and those on their way: out, and
+        // in where they add up.
+        let gradients = if self.micro_batches > 1 { 3 } else { 2 };
+        let streamed = largest(&self.streamed.weights) * 2 + largest(&self.streamed.gradients) * gradients;
         let rates = &windows.rates;
         CostChain {
             layer_window_ms: windows.forward_ms.clone(),
@@ -214,15 +216,18 @@ impl StepProblem {
             saved: &self.saved_bytes,
             workspaces: &self.workspaces,
             streamed: &self.streamed,
+            accumulate: self.micro_batches > 1,
         }
     }
 
-    /// Bytes of each tier that every plan takes from start to end, whatever is placed where: [`fixed`](Self::fixed) and, in host RAM, the
-    /// homes of streamed weights and gradients, each in whole pages as a step lays them out.
+    /// Bytes of each tier that every plan takes from start to end, whatever is placed where: [`fixed`](Self::fixed) and the homes of
+    /// streamed weights and gradients, each in whole pages as a step lays them out.
     pub fn always(&self) -> TierBytes {
         let homes = self.streamed.weights.iter().chain(&self.streamed.gradients);
         let homes: Bytes = homes.map(|bytes| bytes.align_up(PAGE_ALIGNMENT)).sum();
-        TierBytes { host: self.fixed.host + homes, ..self.fixed }
+        let mut always = self.fixed;
+        *always.get_mut(self.streamed.home()) += homes;
+        always
     }
 
     /// Bytes each tier holds at the worst moment of `plan`, everything counted.

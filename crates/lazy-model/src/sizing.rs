@@ -24,6 +24,8 @@ pub struct Training {
     pub stream_weights: bool,
     /// Gradients of the layers are copied to host RAM as they arise.
     pub stream_gradients: bool,
+    /// What is streamed lives on NVMe and passes through host RAM.
+    pub stream_from_nvme: bool,
     /// Tokens whose logits exist at once.
     pub loss_chunk_tokens: u64,
     /// Most layers between two saved boundaries.
@@ -44,6 +46,7 @@ impl Default for Training {
             state_bytes: 0,
             stream_weights: false,
             stream_gradients: false,
+            stream_from_nvme: false,
             loss_chunk_tokens: 4096,
             max_segment: 4,
             reserved: Bytes::ZERO,
@@ -95,6 +98,7 @@ impl StepProblem {
             streamed: Streamed {
                 weights: stream(training.stream_weights, training.weight_bytes),
                 gradients: stream(training.stream_gradients, training.gradient_bytes),
+                on_nvme: training.stream_from_nvme,
             },
             costs,
             micro_batches: training.micro_batches,

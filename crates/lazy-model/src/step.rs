@@ -13,11 +13,14 @@
 //! runs once more, saving, just before its own backward.
 //!
 //! Layers, loss and streamed weights hold bytes too: with [`StepSizes`] that name them, kept internals, workspaces and weights get
-//! ranges like every other buffer, so the extent of HBM is all that a step holds besides what is there throughout.
+//! ranges like every other buffer, so the extent of HBM is all that a step holds besides what is there throughout. Streamed weights
+//! and gradients have a home in host RAM or on NVMe, at the lowest offsets there and in the order of the layers, whatever the
+//! schedule: plans of one model can take turns over the same homes.
 //!
 //! When transfers start and end is counted in positions of the step, see [`Transfer`].
 
 mod build;
+mod check;
 mod transfers;
 
 use std::fmt;
@@ -45,15 +48,15 @@ pub enum Content {
     Gradient(BoundaryIndex),
     /// A boundary on its way to or from NVMe.
     Staging(BoundaryIndex),
-    /// What a layer keeps from forward to backward.
+    /// What a layer's backward needs of its forward: kept from one to the other, or made again in between.
     Internals(LayerIndex),
-    /// What a layer needs while it runs; its internals included where they are not kept.
+    /// What a layer needs while it runs.
     Workspace(LayerIndex),
     /// What the loss needs while it runs.
     LossWorkspace,
-    /// Weights of a layer that are streamed: their home in host RAM, or a copy in HBM.
+    /// Weights of a layer that are streamed: at home, on their way, or in HBM.
     Weights(LayerIndex),
-    /// Gradients of a layer's weights that are streamed: in HBM, or at home in host RAM.
+    /// Gradients of a layer's weights that are streamed: in HBM, on their way, or at home.
     WeightGradients(LayerIndex),
 }
 
@@ -82,17 +85,17 @@ pub enum Work {
         /// Whether its internals are kept.
         keep: bool,
     },
-    /// Runs a layer forward once more, only for its output.
-    Recompute(LayerIndex),
-    /// Loss, forward and backward: reads the last boundary, writes its gradient.
-    Epilogue,
-    /// Runs a layer backward. Unless `kept`, the layer first runs forward once more, saving its internals.
-    Backward {
+    /// Runs a layer forward once more: for its output, or with `save` for its internals, which its backward reads next.
+    Recompute {
         /// Which layer.
         layer: LayerIndex,
-        /// Whether its internals were kept by the forward pass.
-        kept: bool,
+        /// Whether for its internals.
+        save: bool,
     },
+    /// Loss, forward and backward: reads the last boundary, writes its gradient; in an evaluation forward alone.
+    Epilogue,
+    /// Runs a layer backward, its internals at hand.
+    Backward(LayerIndex),
     /// Backward of the prologue: consumes the gradient of boundary 0.
     PrologueBackward,
     /// Moves bytes from the task's first read to its first write.
@@ -170,13 +173,22 @@ pub struct Workspaces {
     pub loss: Bytes,
 }
 
-/// Weights and gradients that live in host RAM and pass through HBM a layer at a time. Empty lists: they stay in HBM.
+/// Weights and gradients that live in host RAM or on NVMe and pass through HBM a layer at a time. Empty lists: they stay in HBM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Streamed {
     /// Weights of each layer: copied in before every pass over the layer.
     pub weights: Vec<Bytes>,
     /// Weight gradients of each layer: copied out after its backward.
     pub gradients: Vec<Bytes>,
+    /// Whether they live on NVMe; what is on its way then passes through host RAM.
+    pub on_nvme: bool,
+}
+
+impl Streamed {
+    /// Where they live.
+    pub const fn home(&self) -> Tier {
+        if self.on_nvme { Tier::Nvme } else { Tier::Host }
+    }
 }
 
 /// Sizes of everything a step moves or holds for a while.
@@ -190,21 +202,35 @@ pub struct StepSizes<'a> {
     pub workspaces: &'a Workspaces,
     /// Weights and gradients.
     pub streamed: &'a Streamed,
+    /// Whether gradients add up over several micro-batches: those that are streamed are then brought in before they are added to.
+    pub accumulate: bool,
 }
 
 impl StepSizes<'_> {
+    /// Refuses sizes of another number of layers.
+    fn check(&self, layers: usize) -> Result<(), StepError> {
+        let (spaces, streamed) = (self.workspaces, self.streamed);
+        let lists = [&spaces.forward, &spaces.backward, &streamed.weights, &streamed.gradients];
+        let mut lengths = lists.iter().map(|list| list.len()).chain([self.saved.len()]);
+        match lengths.find(|&n| n != 0 && n != layers) {
+            Some(found) => Err(StepError::Sizes { found, layers }),
+            None => Ok(()),
+        }
+    }
+
     /// HBM that every plan needs at some moment beside what is there throughout: for the loss with the last boundary and its gradient, or
     /// for the backward of the largest layer with its input and two gradients; beside either the weights of two layers where they are
     /// streamed, and beside a backward the gradients that arise and those of the layer above on their way out.
     pub fn least_hbm(&self) -> Bytes {
         let of = |list: &[Bytes], l: usize| list.get(l).copied().unwrap_or_default();
-        let Streamed { weights, gradients } = self.streamed;
+        let Streamed { weights, gradients, on_nvme: _ } = self.streamed;
         // Which layer's weights come next depends on the placement, but it is one below the last.
         let smallest = |below: usize| weights.iter().take(below).copied().min().unwrap_or_default();
+        let coming = |l: usize| if self.accumulate && l > 0 { of(gradients, l - 1) } else { Bytes::ZERO };
         let layers = self.boundary.len().saturating_sub(1);
         let layer = |l: usize| {
             let boundaries = of(self.boundary, l) * 2 + of(self.boundary, l + 1);
-            let streams = of(weights, l) + smallest(l) + of(gradients, l) + of(gradients, l + 1);
+            let streams = of(weights, l) + smallest(l) + coming(l) + of(gradients, l) + of(gradients, l + 1);
             boundaries + of(self.saved, l) + of(&self.workspaces.backward, l) + streams
         };
         let last = layers.saturating_sub(1);
@@ -213,12 +239,15 @@ impl StepSizes<'_> {
     }
 }
 
-/// A step, ready to be simulated or carried out. As [`StepPlan::new`] makes it, every buffer is reserved once before its first
-/// task and released once after its last.
+/// A step, ready to be simulated or carried out. As [`StepPlan::new`] makes it, every buffer that is no home is reserved once
+/// before its first task and released once after its last.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepPlan {
-    /// Every buffer, in order of reservation.
+    /// Every buffer: homes, then the others in order of reservation.
     pub buffers: Vec<Buffer>,
+    /// How many of the buffers are homes of streamed weights and gradients. They are there before and after the step, and the list
+    /// neither reserves nor releases them.
+    pub homes: usize,
     /// The list.
     pub ops: Vec<Op>,
     /// Bytes each tier needs for the buffers, whatever the timing.
@@ -267,6 +296,14 @@ pub enum StepError {
         /// What is wrong with it.
         problem: &'static str,
     },
+    /// A list of operations that is none of a step.
+    #[error("operation {op} of the plan {problem}: derive the plan from a schedule again")]
+    List {
+        /// Position in the list; its length, where something is missing at the end.
+        op: usize,
+        /// What is wrong.
+        problem: String,
+    },
     /// Sizes that no address can express.
     #[error("the buffers in {0} add up to more than 2^64 bytes: check the boundary sizes")]
     TooLarge(Tier),
@@ -283,6 +320,7 @@ impl StepPlan {
             saved: &[],
             workspaces: &Workspaces::default(),
             streamed: &Streamed::default(),
+            accumulate: false,
         };
         StepPlan::with_sizes(schedule, &sizes)
     }
@@ -307,12 +345,7 @@ impl StepPlan {
                 boundaries: sizes.boundary.len(),
             });
         }
-        let (spaces, streamed) = (sizes.workspaces, sizes.streamed);
-        let lists = [&spaces.forward, &spaces.backward, &streamed.weights, &streamed.gradients];
-        let lengths = lists.iter().map(|list| list.len()).chain([sizes.saved.len()]);
-        if let Some(found) = lengths.into_iter().find(|&n| n != 0 && n != layers) {
-            return Err(StepError::Sizes { found, layers });
-        }
+        sizes.check(layers)?;
         if schedule.placement[0] == Placement::Recompute {
             return Err(StepError::FirstRecomputed);
         }
@@ -322,6 +355,31 @@ impl StepPlan {
         let mut plan = build::build(schedule, sizes)?;
         plan.waits = plan.derive_waits();
         Ok(plan)
+    }
+
+    /// The list of an evaluation: prologue, layers and loss forward, nothing kept. It needs no more of a tier than training does.
+    ///
+    /// # Errors
+    /// When sizes are not those of one model, and when they add up to more than 64 bits hold.
+    pub fn evaluation(sizes: &StepSizes<'_>) -> Result<StepPlan, StepError> {
+        let layers = sizes.boundary.len().saturating_sub(1);
+        sizes.check(layers)?;
+        let mut plan = build::evaluation(layers, sizes)?;
+        plan.waits = plan.derive_waits();
+        Ok(plan)
+    }
+
+    /// Whether a buffer is there before and after the step.
+    pub fn is_home(&self, id: BufferId) -> bool {
+        id.0 < self.homes
+    }
+
+    /// Whether a task brings in streamed gradients to be added to: the first micro-batch of a step, which starts from zero, leaves
+    /// such tasks out.
+    pub fn brings_in_gradients(&self, task: &Task) -> bool {
+        task.work == Work::Copy
+            && matches!(task.lane, Lane::H2d | Lane::NvmeRead)
+            && task.writes.iter().any(|&id| matches!(self.buffer(id).content, Content::WeightGradients(_)))
     }
 
     /// The tasks in list order; [`TaskId`] is the position in this sequence.
@@ -342,9 +400,10 @@ impl StepPlan {
         match task.work {
             Work::Prologue => "prologue".into(),
             Work::Forward { layer, .. } => format!("forward {layer}"),
-            Work::Recompute(layer) => format!("recompute {layer}"),
+            Work::Recompute { layer, save: false } => format!("recompute {layer}"),
+            Work::Recompute { layer, save: true } => format!("recompute {layer} saving"),
             Work::Epilogue => "epilogue".into(),
-            Work::Backward { layer, .. } => format!("backward {layer}"),
+            Work::Backward(layer) => format!("backward {layer}"),
             Work::PrologueBackward => "prologue backward".into(),
             Work::Copy => match task.reads.first().map(|&id| self.buffer(id).content) {
                 Some(Content::Boundary(i) | Content::Staging(i)) => format!("boundary {i} {}", task.lane),

@@ -58,13 +58,14 @@ impl StepCosts {
     fn of(&self, task: &Task) -> Seconds {
         match task.work {
             Work::Prologue => self.prologue,
-            Work::Forward { layer, keep: false } | Work::Recompute(layer) => self.forward[layer.get()],
-            Work::Forward { layer, keep: true } => self.saving_forward[layer.get()],
-            Work::Epilogue => self.epilogue,
-            Work::Backward { layer, kept: true } => self.backward[layer.get()],
-            Work::Backward { layer, kept: false } => {
-                self.saving_forward[layer.get()] + self.backward[layer.get()]
+            Work::Forward { layer, keep: false } | Work::Recompute { layer, save: false } => {
+                self.forward[layer.get()]
             }
+            Work::Forward { layer, keep: true } | Work::Recompute { layer, save: true } => {
+                self.saving_forward[layer.get()]
+            }
+            Work::Epilogue => self.epilogue,
+            Work::Backward(layer) => self.backward[layer.get()],
             Work::PrologueBackward => self.prologue_backward,
             Work::Copy => match task.lane {
                 Lane::D2h => self.links.d2h.time(task.bytes),
@@ -192,9 +193,10 @@ impl Timeline {
     }
 
     /// Bytes of the plan's buffers live in a tier over time: `(from, bytes)` steps, ending with the step's end. A buffer is
-    /// live from the start of the first task that touches it to the end of the last.
+    /// live from the start of the first task that touches it to the end of the last, a home throughout.
     pub fn occupancy(&self, plan: &StepPlan, tier: Tier) -> Vec<(Seconds, Bytes)> {
         let mut life: Vec<Option<(Seconds, Seconds)>> = vec![None; plan.buffers.len()];
+        life[..plan.homes].fill(Some((Seconds::ZERO, self.total())));
         let mut task_index = 0;
         for op in &plan.ops {
             let Op::Run(task) = op else { continue };

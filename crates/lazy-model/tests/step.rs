@@ -44,7 +44,7 @@ prop_compose! {
         schedule.keep = keep;
         if let Some((writes_run_on, reads_beside_loss)) = planned {
             let (none, all) = (Workspaces::default(), Streamed::default());
-            let sized = StepSizes { boundary: &sizes, saved: &[], workspaces: &none, streamed: &all };
+            let sized = StepSizes { boundary: &sizes, saved: &[], workspaces: &none, streamed: &all, accumulate: false };
             let costs = costs(&[0.01, 0.03, 0.02], rates, schedule.layers);
             let mut planner = TransferPlanner::new(&schedule, &sized, &costs);
             planner.writes_run_on = writes_run_on;
@@ -106,7 +106,7 @@ enum Value {
 fn carry_out(plan: &StepPlan) -> BTreeMap<usize, usize> {
     let mut held: BTreeMap<usize, Option<Value>> = BTreeMap::new();
     let mut recomputed = BTreeMap::new();
-    let (mut forward, mut backward) = (vec![], vec![]);
+    let (mut forward, mut backward, mut saved) = (vec![], vec![], vec![]);
     for op in &plan.ops {
         let task = match op {
             Op::Reserve(id) => {
@@ -123,19 +123,24 @@ fn carry_out(plan: &StepPlan) -> BTreeMap<usize, usize> {
             task.reads.iter().map(|id| held[&id.0].expect("read before it was written")).collect();
         let (wanted, made) = match task.work {
             Work::Prologue => (vec![], Some(Value::Boundary(0))),
-            Work::Forward { layer: LayerIndex(l), .. } => {
+            Work::Forward { layer: LayerIndex(l), keep } => {
                 forward.push(l);
+                saved.extend(keep.then_some(l));
                 (vec![Value::Boundary(l)], Some(Value::Boundary(l + 1)))
             }
-            Work::Recompute(LayerIndex(l)) => {
+            Work::Recompute { layer: LayerIndex(l), save: false } => {
                 *recomputed.entry(l).or_default() += 1;
                 (vec![Value::Boundary(l)], Some(Value::Boundary(l + 1)))
+            }
+            Work::Recompute { layer: LayerIndex(l), save: true } => {
+                saved.push(l);
+                (vec![Value::Boundary(l)], None)
             }
             Work::Epilogue => {
                 let n = forward.len();
                 (vec![Value::Boundary(n)], Some(Value::Gradient(n)))
             }
-            Work::Backward { layer: LayerIndex(l), .. } => {
+            Work::Backward(LayerIndex(l)) => {
                 backward.push(l);
                 (vec![Value::Boundary(l), Value::Gradient(l + 1)], Some(Value::Gradient(l)))
             }
@@ -151,6 +156,8 @@ fn carry_out(plan: &StepPlan) -> BTreeMap<usize, usize> {
     let layers = forward.len();
     assert_eq!(forward, (0..layers).collect::<Vec<_>>());
     assert_eq!(backward, (0..layers).rev().collect::<Vec<_>>());
+    saved.sort_unstable();
+    assert_eq!(saved, forward, "internals are saved once, on the way forward or again before backward");
     recomputed
 }
 
@@ -352,9 +359,15 @@ fn both_directions_at_once_slow_each_other_down() {
         (500_000, slow, 0.0075),
     ] {
         let (schedule, sizes, costs) = three_layers(contention);
-        let streamed = Streamed { weights: vec![], gradients: vec![Bytes(bytes); 3] };
+        let streamed = Streamed { gradients: vec![Bytes(bytes); 3], ..Streamed::default() };
         let none = Workspaces::default();
-        let sized = StepSizes { boundary: &sizes, saved: &[], workspaces: &none, streamed: &streamed };
+        let sized = StepSizes {
+            boundary: &sizes,
+            saved: &[],
+            workspaces: &none,
+            streamed: &streamed,
+            accumulate: false,
+        };
         let plan = StepPlan::with_sizes(&schedule, &sized).unwrap();
         let exposed = simulate(&plan, &costs).exposed();
         assert!((exposed.h2d.get() - wanted).abs() < 1e-12, "{bytes}: {exposed:?}, not {wanted}");
@@ -365,9 +378,15 @@ fn both_directions_at_once_slow_each_other_down() {
 fn streamed_weights_come_a_layer_ahead_in_both_passes() {
     let (mut schedule, sizes, costs) = three_layers(Contention::default());
     schedule.placement[1] = Placement::Hbm;
-    let streamed = Streamed { weights: vec![Bytes(1_000_000); 3], gradients: vec![] };
+    let streamed = Streamed { weights: vec![Bytes(1_000_000); 3], ..Streamed::default() };
     let spaces = Workspaces { forward: vec![], backward: vec![], loss: Bytes(256) };
-    let sized = StepSizes { boundary: &sizes, saved: &[], workspaces: &spaces, streamed: &streamed };
+    let sized = StepSizes {
+        boundary: &sizes,
+        saved: &[],
+        workspaces: &spaces,
+        streamed: &streamed,
+        accumulate: false,
+    };
     let plan = StepPlan::with_sizes(&schedule, &sized).unwrap();
     let timeline = simulate(&plan, &costs);
     // Only the first layer's are waited for. Layer 2 runs backward with those of its forward; 1 and 0 come again.
@@ -409,8 +428,8 @@ proptest! {
         let n = schedule.layers;
         let list = |salt: u64| (0..n as u64).map(|l| Bytes((seed * 7919 + salt * 104_729 + l * 31) % 9_001)).collect::<Vec<_>>();
         let spaces = Workspaces { forward: vec![], backward: list(1), loss: Bytes(seed) };
-        let (saved, streamed) = (list(2), Streamed { weights: list(3), gradients: list(4) });
-        let all = StepSizes { boundary: &sizes, saved: &saved, workspaces: &spaces, streamed: &streamed };
+        let (saved, streamed) = (list(2), Streamed { weights: list(3), gradients: list(4), on_nvme: false });
+        let all = StepSizes { boundary: &sizes, saved: &saved, workspaces: &spaces, streamed: &streamed, accumulate: false };
         let plan = StepPlan::with_sizes(&schedule, &all).unwrap();
         prop_assert!(plan.extents.hbm >= all.least_hbm());
         let homes: Bytes = list(3).iter().chain(&list(4)).map(|bytes| bytes.align_up(4096)).sum();

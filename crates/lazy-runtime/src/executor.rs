@@ -180,20 +180,18 @@ impl Model {
                 }
                 Ok(())
             }
-            Work::Recompute(layer) => {
+            Work::Recompute { layer, save } => {
                 let cx = within(Some(layer), Phase::Recompute);
-                self.layer(layer).forward(&cx, reads[0], Some(writes[0]), false)?;
+                let out = if save { None } else { Some(&mut *writes[0]) };
+                let saved = self.layer(layer).forward(&cx, reads[0], out, save)?;
+                if save {
+                    *self.kept(layer) = Some(saved.ok_or_else(|| no_internals(layer))?);
+                }
                 Ok(())
             }
             Work::Epilogue => self.epilogue.run(&within(None, Phase::Backward), reads[0], writes[0]),
-            Work::Backward { layer, kept } => {
-                let saved = if kept {
-                    self.kept(layer).take()
-                } else {
-                    let cx = within(Some(layer), Phase::Recompute);
-                    self.layer(layer).forward(&cx, reads[0], None, true)?
-                };
-                let saved = saved.ok_or_else(|| no_internals(layer))?;
+            Work::Backward(layer) => {
+                let saved = self.kept(layer).take().ok_or_else(|| no_internals(layer))?;
                 let cx = within(Some(layer), Phase::Backward);
                 self.layer(layer).backward(&cx, reads[0], saved, reads[1], writes[0])
             }

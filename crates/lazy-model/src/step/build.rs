@@ -27,29 +27,28 @@ pub(super) fn build(schedule: &Schedule, sizes: &StepSizes<'_>) -> Result<StepPl
     transfers::check(schedule, &transfers)?;
     // Read-ahead that is counted in blocks has its staging buffers in a ring; positions say themselves how long one is needed.
     let ring = schedule.transfers.is_none().then_some(schedule.execution.staging_buffers.saturating_sub(1));
-    let mut builder = Builder {
-        schedule,
-        sizes,
-        blocks: transfers::blocks(schedule),
-        buffers: Vec::new(),
-        ops: Vec::new(),
-        tasks: 0,
-        last_compute: None,
-        in_hbm: vec![None; n + 1],
-        away: vec![None; n],
-        internals: vec![None; n],
-        staged: vec![None; n],
-        starts: vec![Vec::new(); 2 * n + 1],
-        ends: vec![Vec::new(); 2 * n + 1],
-        staging_in: Ring::new(ring.unwrap_or(0)),
-        weights: Stream::default(),
-        gradients_out: Ring::new(1),
-        gradient_homes: Vec::new(),
-        transfers: &transfers,
-    };
-    builder.run_through();
-    let extents = builder.lay_out()?;
-    Ok(StepPlan { buffers: builder.buffers, ops: builder.ops, extents, waits: Vec::new() })
+    let mut builder = Builder::new(schedule, sizes, &transfers, ring.unwrap_or(0));
+    let backward = builder.blocks.iter().flat_map(|&(s, t)| (s..t - 1).chain((s..t).rev()));
+    let uses = (0..n).chain(backward).collect();
+    builder.open_homes(uses);
+    builder.plan_transfers();
+    builder.forward();
+    let gradient = builder.turn();
+    builder.backward(gradient);
+    builder.finish()
+}
+
+/// The list of an evaluation of that many layers.
+pub(super) fn evaluation(layers: usize, sizes: &StepSizes<'_>) -> Result<StepPlan, StepError> {
+    let mut schedule = Schedule::named("evaluation", sizes.boundary, false);
+    // What is to be recomputed goes once the layer above has read it; here for good.
+    schedule.placement[..layers].fill(Placement::Recompute);
+    let transfers = vec![None; layers];
+    let mut builder = Builder::new(&schedule, sizes, &transfers, 0);
+    builder.open_homes((0..layers).collect());
+    builder.forward();
+    builder.evaluate();
+    builder.finish()
 }
 
 /// Buffers that are released in the order they came once more than `limit` are held.
@@ -64,14 +63,14 @@ impl Ring {
     }
 }
 
-/// Streamed weights: the order in which layers use them, and what is in HBM.
+/// Streamed weights or gradients: the order in which layers use them, and what is in HBM.
 #[derive(Default)]
 struct Stream {
     homes: Vec<BufferId>,
     /// Layers in the order of the passes over them; a layer that runs twice in a row is there once.
     uses: Vec<usize>,
     at: usize,
-    /// The copies for `uses[at]` and the one after.
+    /// What is there for `uses[at]` and what follows.
     loaded: VecDeque<BufferId>,
 }
 
@@ -105,12 +104,46 @@ struct Builder<'a> {
     ends: Vec<Vec<BufferId>>,
     staging_in: Ring,
     weights: Stream,
+    gradients: Stream,
     gradients_out: Ring,
-    gradient_homes: Vec<BufferId>,
+    /// Staging of what is streamed from NVMe, and of what is streamed there.
+    streams_in: Ring,
+    streams_out: Ring,
 }
 
-impl Builder<'_> {
-    fn run_through(&mut self) {
+impl<'a> Builder<'a> {
+    fn new(
+        schedule: &'a Schedule,
+        sizes: &'a StepSizes<'a>,
+        transfers: &'a [Option<Transfer>],
+        staging_in: usize,
+    ) -> Self {
+        let n = schedule.layers;
+        Builder {
+            schedule,
+            sizes,
+            transfers,
+            blocks: transfers::blocks(schedule),
+            buffers: Vec::new(),
+            ops: Vec::new(),
+            tasks: 0,
+            last_compute: None,
+            in_hbm: vec![None; n + 1],
+            away: vec![None; n],
+            internals: vec![None; n],
+            staged: vec![None; n],
+            starts: vec![Vec::new(); 2 * n + 1],
+            ends: vec![Vec::new(); 2 * n + 1],
+            staging_in: Ring::new(staging_in),
+            weights: Stream::default(),
+            gradients: Stream::default(),
+            gradients_out: Ring::new(1),
+            streams_in: Ring::new(1),
+            streams_out: Ring::new(1),
+        }
+    }
+
+    fn plan_transfers(&mut self) {
         for (i, transfer) in self.transfers.iter().enumerate() {
             if let Some(t) = transfer {
                 self.starts[t.out].push(Start::Out(i));
@@ -125,11 +158,18 @@ impl Builder<'_> {
                 }
             }
         }
-        self.open_streams();
-        self.forward();
-        let gradient = self.turn();
-        self.backward(gradient);
-        self.close_streams();
+    }
+
+    /// What is still held goes, and every buffer gets its place.
+    fn finish(mut self) -> Result<StepPlan, StepError> {
+        self.flush(|b| &mut b.staging_in.held);
+        self.flush(|b| &mut b.gradients_out.held);
+        self.flush(|b| &mut b.streams_in.held);
+        self.flush(|b| &mut b.streams_out.held);
+        self.flush(|b| &mut b.weights.loaded);
+        let extents = self.lay_out()?;
+        let homes = self.weights.homes.len() + self.gradients.homes.len();
+        Ok(StepPlan { buffers: self.buffers, homes, ops: self.ops, extents, waits: Vec::new() })
     }
 
     fn reserve(&mut self, content: Content, tier: Tier, bytes: Bytes) -> BufferId {
@@ -171,8 +211,8 @@ impl Builder<'_> {
         }
     }
 
-    fn flush(&mut self, ring: fn(&mut Self) -> &mut Ring) {
-        for id in std::mem::take(&mut ring(self).held) {
+    fn flush(&mut self, held: fn(&mut Self) -> &mut VecDeque<BufferId>) {
+        for id in std::mem::take(held(self)) {
             self.release(id);
         }
     }
@@ -340,8 +380,18 @@ impl Builder<'_> {
         }
         self.compute(Work::PrologueBackward, vec![gradient], vec![], None, None);
         self.release(gradient);
-        self.flush(|b| &mut b.staging_in);
-        self.flush(|b| &mut b.gradients_out);
+    }
+
+    /// The loss alone.
+    fn evaluate(&mut self) {
+        let space = self.workspace(Content::LossWorkspace, self.sizes.workspaces.loss);
+        if let Some(last) = self.in_hbm[self.schedule.layers].take() {
+            self.compute(Work::Epilogue, vec![last], vec![], None, space);
+            self.release(last);
+        }
+        if let Some(id) = space {
+            self.release(id);
+        }
     }
 
     fn recompute(&mut self, l: usize) {
@@ -350,7 +400,8 @@ impl Builder<'_> {
         let layer = LayerIndex(l);
         let space = self.workspace(Content::Workspace(layer), at(&self.sizes.workspaces.forward, l));
         if let Some(input) = self.in_hbm[l] {
-            self.compute(Work::Recompute(layer), vec![input], vec![output], weights, space);
+            let work = Work::Recompute { layer, save: false };
+            self.compute(work, vec![input], vec![output], weights, space);
         }
         if let Some(id) = space {
             self.release(id);
@@ -363,53 +414,54 @@ impl Builder<'_> {
         let weights = self.weights_of(l);
         let below = self.gradient(l);
         let kept = self.schedule.keep[l];
-        let internals = if kept { Bytes::ZERO } else { self.saved(l) };
-        let needed = internals + at(&self.sizes.workspaces.backward, l);
-        let space = self.workspace(Content::Workspace(layer), needed);
-        let weight_gradients =
-            self.workspace(Content::WeightGradients(layer), at(&self.sizes.streamed.gradients, l));
-        let held = self.internals[l].take();
+        let internals = match self.internals[l].take() {
+            None if !kept => self.workspace(Content::Internals(layer), self.saved(l)),
+            kept => kept,
+        };
+        let space = self.workspace(Content::Workspace(layer), at(&self.sizes.workspaces.backward, l));
+        let weight_gradients = self.gradients_of_next();
         if let Some(input) = self.in_hbm[l].take() {
-            let work = Work::Backward { layer, kept };
-            let also_read = held.into_iter().chain(weights);
+            if !kept {
+                let work = Work::Recompute { layer, save: true };
+                let also_written = internals.into_iter().chain(space);
+                self.compute(work, vec![input], vec![], weights, also_written);
+            }
+            let also_read = internals.into_iter().chain(weights);
             let also_written = weight_gradients.into_iter().chain(space);
-            self.compute(work, vec![input, gradient], vec![below], also_read, also_written);
+            self.compute(Work::Backward(layer), vec![input, gradient], vec![below], also_read, also_written);
             self.release(input);
         }
-        for id in held.into_iter().chain(space) {
+        for id in internals.into_iter().chain(space) {
             self.release(id);
         }
         self.release(gradient);
         if let Some(id) = weight_gradients {
-            self.copy(Lane::D2h, id, self.gradient_homes[l], None);
+            self.send_home(Content::WeightGradients(layer), id, self.gradients.homes[l]);
             self.retire(|b| &mut b.gradients_out, id);
         }
         below
     }
 
-    /// Homes of streamed weights and gradients in host RAM, and the order in which weights are used.
-    fn open_streams(&mut self) {
+    /// Homes of streamed weights and gradients, and the order in which layers use the weights in the passes.
+    fn open_homes(&mut self, uses: Vec<usize>) {
         let streamed = self.sizes.streamed;
+        let mut home = |content, bytes| {
+            let id = BufferId(self.buffers.len());
+            self.buffers.push(Buffer { content, tier: streamed.home(), bytes, offset: 0 });
+            id
+        };
         for (l, &bytes) in streamed.weights.iter().enumerate() {
-            let home = self.reserve(Content::Weights(LayerIndex(l)), Tier::Host, bytes);
-            self.weights.homes.push(home);
+            self.weights.homes.push(home(Content::Weights(LayerIndex(l)), bytes));
         }
         for (l, &bytes) in streamed.gradients.iter().enumerate() {
-            let home = self.reserve(Content::WeightGradients(LayerIndex(l)), Tier::Host, bytes);
-            self.gradient_homes.push(home);
+            self.gradients.homes.push(home(Content::WeightGradients(LayerIndex(l)), bytes));
         }
         if !streamed.weights.is_empty() {
-            let backward = self.blocks.iter().flat_map(|&(s, t)| (s..t - 1).chain((s..t).rev()));
-            self.weights.uses = (0..self.schedule.layers).chain(backward).collect();
+            self.weights.uses = uses;
             self.weights.uses.dedup();
         }
-    }
-
-    fn close_streams(&mut self) {
-        let homes = std::mem::take(&mut self.weights.homes);
-        let loaded = std::mem::take(&mut self.weights.loaded);
-        for id in loaded.into_iter().chain(homes).chain(std::mem::take(&mut self.gradient_homes)) {
-            self.release(id);
+        if !streamed.gradients.is_empty() {
+            self.gradients.uses = (0..self.schedule.layers).rev().collect();
         }
     }
 
@@ -427,16 +479,55 @@ impl Builder<'_> {
         while self.weights.loaded.len() < 2
             && let Some(&next) = self.weights.uses.get(self.weights.at + self.weights.loaded.len())
         {
-            let bytes = self.sizes.streamed.weights[next];
-            let target = self.reserve(Content::Weights(LayerIndex(next)), Tier::Hbm, bytes);
-            self.copy(Lane::H2d, self.weights.homes[next], target, None);
+            let content = Content::Weights(LayerIndex(next));
+            let target = self.reserve(content, Tier::Hbm, self.sizes.streamed.weights[next]);
+            self.bring_in(content, self.weights.homes[next], target);
             self.weights.loaded.push_back(target);
         }
         self.weights.loaded.front().copied()
     }
 
+    /// Where the gradients of the next layer arise, if they are streamed. If they add up, what they are added to is there, and that of the layer
+    /// after is on its way.
+    fn gradients_of_next(&mut self) -> Option<BufferId> {
+        let ahead = if self.sizes.accumulate { 2 } else { 1 };
+        while self.gradients.loaded.len() < ahead
+            && let Some(&next) = self.gradients.uses.get(self.gradients.at)
+        {
+            let content = Content::WeightGradients(LayerIndex(next));
+            let target = self.reserve(content, Tier::Hbm, self.sizes.streamed.gradients[next]);
+            if self.sizes.accumulate {
+                self.bring_in(content, self.gradients.homes[next], target);
+            }
+            self.gradients.loaded.push_back(target);
+            self.gradients.at += 1;
+        }
+        self.gradients.loaded.pop_front()
+    }
+
+    fn bring_in(&mut self, content: Content, home: BufferId, target: BufferId) {
+        if !self.sizes.streamed.on_nvme {
+            return self.copy(Lane::H2d, home, target, None);
+        }
+        let staging = self.reserve(content, Tier::Host, self.buffers[home.0].bytes);
+        self.copy(Lane::NvmeRead, home, staging, None);
+        self.copy(Lane::H2d, staging, target, None);
+        self.retire(|b| &mut b.streams_in, staging);
+    }
+
+    fn send_home(&mut self, content: Content, from: BufferId, home: BufferId) {
+        if !self.sizes.streamed.on_nvme {
+            return self.copy(Lane::D2h, from, home, None);
+        }
+        let staging = self.reserve(content, Tier::Host, self.buffers[home.0].bytes);
+        self.copy(Lane::D2h, from, staging, None);
+        self.copy(Lane::NvmeWrite, staging, home, None);
+        self.retire(|b| &mut b.streams_out, staging);
+    }
+
     /// Gives every buffer its offset; returns the extent of each tier.
     fn lay_out(&mut self) -> Result<TierBytes, StepError> {
+        let homes = self.weights.homes.len() + self.gradients.homes.len();
         let mut lifetimes = vec![(0, 0); self.buffers.len()];
         for (at, op) in self.ops.iter().enumerate() {
             match op {
@@ -457,6 +548,13 @@ impl Builder<'_> {
                     sum.checked_add(self.buffers[b].bytes.get().checked_next_multiple_of(alignment)?)
                 })
                 .ok_or(StepError::TooLarge(tier))?;
+            // Homes are there throughout: at the bottom, one after the other, they cost no plan anything.
+            let (at_home, members): (Vec<usize>, Vec<usize>) = members.into_iter().partition(|&b| b < homes);
+            let mut bottom = 0;
+            for b in at_home {
+                self.buffers[b].offset = bottom;
+                bottom += self.buffers[b].bytes.align_up(alignment).get();
+            }
             let requests: Vec<Lifetime> = members
                 .iter()
                 .map(|&b| Lifetime {
@@ -467,9 +565,9 @@ impl Builder<'_> {
                 .collect();
             let (offsets, extent) = lay_out(&requests);
             for (&b, offset) in members.iter().zip(offsets) {
-                self.buffers[b].offset = offset;
+                self.buffers[b].offset = bottom + offset;
             }
-            *extents.get_mut(tier) = extent;
+            *extents.get_mut(tier) = Bytes(bottom) + extent;
         }
         Ok(extents)
     }

@@ -167,7 +167,7 @@ impl<'a> TransferPlanner<'a> {
                 self.start[position] = span.start.get();
             }
             end = span.end.get();
-            fresh = !matches!(task.work, Work::Recompute(_));
+            fresh = !matches!(task.work, Work::Recompute { .. });
             if fresh && task.work != Work::Prologue {
                 position += 1;
             }

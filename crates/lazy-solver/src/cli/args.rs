@@ -76,6 +76,9 @@ pub(crate) struct TrainingArgs {
     /// Layer gradients are copied to host RAM as they arise
     #[arg(long)]
     pub(crate) stream_gradients: bool,
+    /// What is streamed lives on NVMe and passes through host RAM on its way
+    #[arg(long)]
+    pub(crate) stream_from_nvme: bool,
     /// Bytes of optimizer state a parameter that stay in HBM; 0: all of it is streamed [default: 0]
     #[arg(long, value_name = "N")]
     pub(crate) state_bytes: Option<u64>,
@@ -105,6 +108,18 @@ impl TrainingArgs {
         if self.micro_batches == Some(0) || self.loss_chunk_tokens == Some(0) {
             return Err("--micro-batches and --loss-chunk-tokens: give a whole number of 1 or more".into());
         }
+        if self.stream_from_nvme && !self.stream_weights && !self.stream_gradients {
+            return Err(
+                "--stream-from-nvme: say what is streamed, with --stream-weights or --stream-gradients"
+                    .into(),
+            );
+        }
+        if self.stream_from_nvme && self.ranks.is_some_and(|ranks| ranks > 1) {
+            return Err(
+                "--stream-from-nvme: several ranks stream from host RAM only; leave out --ranks or the flag"
+                    .into(),
+            );
+        }
         if let Some(state) = self.state_bytes.filter(|state| *state > MOST_STATE_BYTES) {
             return Err(format!(
                 "--state-bytes {state}: give the bytes of one parameter, at most {MOST_STATE_BYTES}"
@@ -120,6 +135,7 @@ impl TrainingArgs {
             state_bytes: self.state_bytes.unwrap_or(default.state_bytes),
             stream_weights: self.stream_weights,
             stream_gradients: self.stream_gradients,
+            stream_from_nvme: self.stream_from_nvme,
             loss_chunk_tokens: self.loss_chunk_tokens.unwrap_or(default.loss_chunk_tokens),
             max_segment: max_segment.unwrap_or(default.max_segment),
             reserved: gib("hbm-reserved-gib", self.hbm_reserved_gib)?.unwrap_or_default(),
