@@ -65,6 +65,9 @@ mod step;
 mod wire;
 
 #[cfg(test)]
+mod mutated;
+
+#[cfg(test)]
 extern crate self as lazy_optim_nvme;
 
 #[cfg(test)]
