@@ -2,6 +2,7 @@
 //! both are drawn, compared and accounted for by the same code.
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -53,7 +54,7 @@ impl fmt::Display for Lane {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Span {
     /// What was done, for example `forward 3` or `boundary 7`.
-    pub name: String,
+    pub name: Arc<str>,
     /// Where it ran.
     pub lane: Lane,
     /// Start, from the beginning of the step.

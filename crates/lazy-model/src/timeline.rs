@@ -96,7 +96,7 @@ pub fn simulate(plan: &StepPlan, costs: &StepCosts) -> Timeline {
         .tasks()
         .enumerate()
         .map(|(t, task)| Span {
-            name: plan.name(task),
+            name: plan.name(task).into(),
             lane: task.lane,
             start: Seconds(pass.start[t]),
             end: Seconds(pass.end[t]),

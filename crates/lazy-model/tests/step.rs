@@ -314,7 +314,7 @@ fn a_wait_for_a_queue_of_transfers_is_split_along_the_queue() {
     let mut costs = costs(&[1.0], [1000.0 / 3.0, 500.0, 1.0, 1.0], 3);
     (costs.prologue, costs.epilogue, costs.prologue_backward) = (Seconds::ZERO, Seconds::ZERO, Seconds::ZERO);
     let timeline = simulate(&plan, &costs);
-    let at = |name: &str| timeline.spans.iter().find(|s| s.name == name).unwrap();
+    let at = |name: &str| timeline.spans.iter().find(|s| &*s.name == name).unwrap();
     assert_eq!(at("boundary 0 d2h").end, Seconds(3.0));
     assert_eq!(at("forward 1").start, Seconds(3.0));
     assert_eq!(at("boundary 1 d2h").end, Seconds(6.0));
@@ -392,7 +392,7 @@ fn streamed_weights_come_a_layer_ahead_in_both_passes() {
     // Only the first layer's are waited for. Layer 2 runs backward with those of its forward; 1 and 0 come again.
     assert!((timeline.exposed().h2d.get() - 0.005).abs() < 1e-12);
     let copies: Vec<String> =
-        timeline.spans.iter().filter(|s| s.lane == Lane::H2d).map(|s| s.name.clone()).collect();
+        timeline.spans.iter().filter(|s| s.lane == Lane::H2d).map(|s| s.name.to_string()).collect();
     assert_eq!(copies, ["weights 0 h2d", "weights 1 h2d", "weights 2 h2d", "weights 1 h2d", "weights 0 h2d"]);
     assert_eq!(plan.extents.host, Bytes(3 * 1_003_520));
     // Four boundaries, a gradient, two layers' weights and the loss.

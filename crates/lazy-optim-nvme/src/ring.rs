@@ -59,7 +59,7 @@ impl Log {
     pub(crate) fn span(&mut self, lane: Lane, name: String, start: Instant, end: Instant, bytes: Bytes) {
         let since = |t: Instant| Seconds(t.saturating_duration_since(self.origin).as_secs_f64());
         let (start, end) = (since(start), since(end));
-        self.spans.push(Span { name, lane, start, end, bytes, blocked_on: None });
+        self.spans.push(Span { name: name.into(), lane, start, end, bytes, blocked_on: None });
     }
 }
 

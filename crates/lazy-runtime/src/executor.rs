@@ -131,7 +131,7 @@ impl Executor {
                     } else {
                         let submission = Submission {
                             lane: task.lane,
-                            name,
+                            name: name.into(),
                             reads: &reads,
                             writes: &writes,
                             after: &after,
@@ -155,7 +155,8 @@ impl Executor {
         let model = Arc::clone(&self.model);
         let work = task.work;
         move |access| {
-            let (reads, mut writes) = access.split();
+            let (reads, writes) = access.split();
+            let (reads, mut writes) = (reads.collect::<Vec<_>>(), writes.collect::<Vec<_>>());
             model.run(work, cx, &reads, &mut writes)
         }
     }

@@ -1,7 +1,6 @@
 //! Several transfers of one NVMe lane at once: a drive is kept busy across extents, and small ones travel together.
 
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use lazy_model::Lane;
@@ -51,11 +50,10 @@ impl Batch<'_> {
             && first.get().result.is_some()
         {
             let UnderWay { task, at, result } = first.remove();
-            let Started { token, name, work, skip, ticket, .. } = task;
-            // What the task's closure owns may panic as it goes; the lane has to outlive that.
-            let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
+            let Started { token, name, job, skip, ticket, .. } = task;
+            drop(job);
             let result = result.unwrap_or(Ok(())).map_err(|error| StoreError::Task {
-                task: name,
+                task: name.to_string(),
                 lane: self.lane,
                 source: error.into(),
             });

@@ -10,6 +10,7 @@ use crate::error::StoreError;
 use crate::lanes::Kind;
 use crate::spill::StagedCopy as _;
 use crate::store::{Extent, Store, Submission};
+use crate::work::{Kept, Views, Work};
 
 impl Store {
     /// Reserves an extent of `tier` and queues the copying of `bytes` into it. For what is made on the CPU now and then;
@@ -18,7 +19,7 @@ impl Store {
     /// # Errors
     ///
     /// [`StoreError::OutOfBudget`], and those of [`Store::submit`].
-    pub fn put(&self, name: impl Into<String>, tier: Tier, bytes: Vec<u8>) -> Result<Extent, StoreError> {
+    pub fn put(&self, name: impl Into<Arc<str>>, tier: Tier, bytes: Vec<u8>) -> Result<Extent, StoreError> {
         let extent = self.reserve(tier, Bytes(bytes.len() as u64))?;
         let (writes, spill) = ([&extent], self.inner().spill.clone());
         let lane = match tier {
@@ -29,13 +30,17 @@ impl Store {
         let task = Submission { writes: &writes, bytes: extent.bytes(), ..Submission::new(lane, name) };
         let offset = extent.offset();
         match (tier, spill, self.inner().device.clone()) {
-            (Tier::Hbm, _, Some(device)) => self.enqueue(task, Kind::Host, move |views| {
-                let mut copy =
-                    DeviceCopy::new(Arc::clone(&device), device.stream(lane), views.writes[0], false);
-                let mut bytes = bytes;
-                copy.start(0, 0, &mut bytes)?;
-                copy.wait(0)
-            }),
+            (Tier::Hbm, _, Some(device)) => {
+                let fill = move |views: &Views| {
+                    let mut copy =
+                        DeviceCopy::new(Arc::clone(&device), device.stream(lane), views.writes[0], false);
+                    let mut bytes = bytes;
+                    copy.start(0, 0, &mut bytes)?;
+                    copy.wait(0)?;
+                    Ok(Kept::Nothing)
+                };
+                self.enqueue(task, Kind::Host, Work::once(fill))
+            }
             (Tier::Nvme, Some(spill), _) => {
                 self.enqueue_access(task, move |_| Ok(spill.write(offset, &bytes)?))
             }
@@ -64,14 +69,18 @@ impl Store {
         let task = Submission { reads: &reads, bytes: extent.bytes(), ..Submission::new(lane, "get") };
         let (offset, len) = (extent.offset(), extent.bytes().get() as usize);
         let event = match (extent.tier(), spill, self.inner().device.clone()) {
-            (Tier::Hbm, _, Some(device)) => self.enqueue(task, Kind::Host, move |views| {
-                let mut bytes = zeroed(len)?;
-                let mut copy =
-                    DeviceCopy::new(Arc::clone(&device), device.stream(lane), views.reads[0], true);
-                copy.start(0, 0, &mut bytes)?;
-                copy.wait(0)?;
-                Ok(sender.send(bytes)?)
-            }),
+            (Tier::Hbm, _, Some(device)) => {
+                let take = move |views: &Views| {
+                    let mut bytes = zeroed(len)?;
+                    let mut copy =
+                        DeviceCopy::new(Arc::clone(&device), device.stream(lane), views.reads[0], true);
+                    copy.start(0, 0, &mut bytes)?;
+                    copy.wait(0)?;
+                    sender.send(bytes)?;
+                    Ok(Kept::Nothing)
+                };
+                self.enqueue(task, Kind::Host, Work::once(take))
+            }
             (Tier::Nvme, Some(spill), _) => self.enqueue_access(task, move |_| {
                 let mut bytes = zeroed(len)?;
                 spill.read(offset, &mut bytes)?;
@@ -94,7 +103,7 @@ impl Store {
     /// [`StoreError::OutOfBudget`], and those of [`Store::copy`].
     pub fn prefetch(
         &self,
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         extent: &Extent,
         tier: Tier,
     ) -> Result<Extent, StoreError> {

@@ -13,8 +13,9 @@ use crate::batch;
 use crate::clock::{LANES, Token, slot};
 use crate::device::{Device, Mark};
 use crate::error::{BoxError, StoreError};
-use crate::lanes::{Finished, Issued, Kept, Kind, Started, Work};
+use crate::lanes::{Finished, Issued, Kind, Started};
 use crate::store::{Inner, State};
+use crate::work::{Job, Kept};
 
 /// Starts the thread of one lane.
 pub(crate) fn spawn(inner: &Arc<Inner>, lane: Lane) -> Result<JoinHandle<()>, StoreError> {
@@ -190,7 +191,7 @@ fn start_next(inner: &Inner, lane: Lane) {
     drop(state);
     match (task.kind, &inner.device) {
         (Kind::Stream, Some(device)) => {
-            let issued = issue(device, task, timed);
+            let issued = issue(inner, device, task, timed);
             let mut state = inner.lock();
             state.lanes.issue(issued);
             announce(inner, state);
@@ -216,7 +217,7 @@ fn complete_next(inner: &Inner, device: &dyn Device, lane: Lane) {
     let Some(Issued { token, name, at, skipped, ticket, kept, .. }) = state.lanes.take_in_flight(lane) else {
         return;
     };
-    let result = result.map_err(|source| StoreError::Task { task: name, lane, source });
+    let result = result.map_err(|source| StoreError::Task { task: name.to_string(), lane, source });
     let (start, end) = times.unwrap_or((at, now));
     state.lanes.finish(Finished { token, start, end, result, skipped, ticket });
     announce(inner, state);
@@ -249,17 +250,18 @@ fn completion(
 }
 
 /// Puts one task on its stream, outside the lock.
-fn issue(device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
-    let Started { token, marks, name, work, skip, ticket, .. } = task;
+fn issue(inner: &Inner, device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
+    let Started { token, marks, name, job, skip, ticket, .. } = task;
     let at = Instant::now();
+    let kept = Kept::Nothing;
     let mut issued =
-        Issued { token, name, begin: None, end: None, at, result: Ok(()), skipped: skip, ticket, kept: None };
+        Issued { token, name, begin: None, end: None, at, result: Ok(()), skipped: skip, ticket, kept };
     if skip {
-        let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(job)));
         return issued;
     }
     let stream = device.stream(token.lane);
-    let failed = |source| StoreError::Task { task: issued.name.clone(), lane: token.lane, source };
+    let failed = |source| StoreError::Task { task: issued.name.to_string(), lane: token.lane, source };
     let place = || Ok::<_, BoxError>(Arc::new(Arc::clone(device).mark(stream)?));
     let begun = device
         .bind()
@@ -268,11 +270,11 @@ fn issue(device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
     let result = match begun {
         Ok(begin) => {
             issued.begin = begin;
-            call(&issued.name, token.lane, work).map(|kept| issued.kept = kept)
+            call(inner, &issued.name, token.lane, job).map(|kept| issued.kept = kept)
         }
         Err(source) => {
             let error = failed(source);
-            let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(job)));
             Err(error)
         }
     };
@@ -280,7 +282,7 @@ fn issue(device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
     let end = device.bind().and_then(|()| place()).inspect_err(|_| device.drain(stream));
     issued.result = result.and_then(|()| {
         issued.end = Some(end.map_err(|source| StoreError::Task {
-            task: issued.name.clone(),
+            task: issued.name.to_string(),
             lane: token.lane,
             source,
         })?);
@@ -339,14 +341,14 @@ fn choices(inner: &Inner, state: &State) -> Vec<Choice> {
 
 /// Runs one task, outside the lock.
 fn run(inner: &Inner, task: Started) -> Finished {
-    let Started { token, name, bytes, work, skip, ticket, .. } = task;
+    let Started { token, name, bytes, job, skip, ticket, .. } = task;
     let start = Instant::now();
     let result = if skip {
         // What a closure owns may panic as it goes; the lane has to outlive that.
-        let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(job)));
         Ok(())
     } else {
-        let result = call(&name, token.lane, work).map(drop);
+        let result = call(inner, &name, token.lane, job).map(drop);
         slow_down(inner.limit(token.lane), bytes, start);
         result
     };
@@ -354,9 +356,9 @@ fn run(inner: &Inner, task: Started) -> Finished {
 }
 
 /// Calls a task; a panic is an error that names it.
-fn call(name: &str, lane: Lane, work: Work) -> Result<Kept, StoreError> {
+fn call(inner: &Inner, name: &str, lane: Lane, job: Job) -> Result<Kept, StoreError> {
     let task = || name.to_owned();
-    match catch_unwind(AssertUnwindSafe(work)) {
+    match catch_unwind(AssertUnwindSafe(|| job.run(inner, lane))) {
         Ok(Ok(kept)) => Ok(kept),
         Ok(Err(source)) => Err(StoreError::Task { task: task(), lane, source }),
         Err(panic) => Err(StoreError::Panicked { task: task(), lane, message: message(&*panic) }),

@@ -11,17 +11,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lazy_model::{Bytes, Lane, Seconds, Span};
+use smallvec::SmallVec;
 
 use crate::clock::{Clock, LANES, Token, slot};
 use crate::device::Mark;
-use crate::error::{BoxError, StoreError};
+use crate::error::StoreError;
 use crate::spill::Transfer;
-
-/// What a task does when it runs.
-pub(crate) type Work = Box<dyn FnOnce() -> Result<Kept, BoxError> + Send>;
-
-/// What a stream task leaves behind to be dropped when it completes.
-pub(crate) type Kept = Option<Box<dyn Send>>;
+use crate::work::{Job, Kept};
 
 /// Spans kept for those who take them; the oldest go first.
 const MOST_RECORDS: usize = 1 << 20;
@@ -38,7 +34,7 @@ pub(crate) enum Kind {
 /// A task in its queue.
 struct Queued {
     kind: Kind,
-    name: String,
+    name: Arc<str>,
     bytes: Bytes,
     /// What has to be done on other lanes before it runs.
     waits: Clock,
@@ -47,22 +43,22 @@ struct Queued {
     /// The task of another lane whose completion it waited for last, while it was next in its own lane.
     blocked_on: Option<Token>,
     record: u64,
-    work: Work,
-    /// What a host task does, where it only moves bytes between host memory and the spill files: several of those of a
-    /// lane may be under way at once.
-    transfer: Option<Transfer>,
+    job: Job,
 }
+
+/// Ends of tasks of other streams, one a lane at most.
+pub(crate) type Marks = SmallVec<[Arc<Mark>; LANES]>;
 
 /// A task taken out of its queue to be run.
 pub(crate) struct Started {
     pub(crate) kind: Kind,
     pub(crate) token: Token,
     /// What its stream has to wait for: the tasks of other streams that were issued and have not completed.
-    pub(crate) marks: Vec<Arc<Mark>>,
-    pub(crate) name: String,
+    pub(crate) marks: Marks,
+    pub(crate) name: Arc<str>,
     pub(crate) bytes: Bytes,
     /// Dropped without running where an earlier failure is latched.
-    pub(crate) work: Work,
+    pub(crate) job: Job,
     pub(crate) skip: bool,
     /// Its place among the spans.
     pub(crate) ticket: Ticket,
@@ -88,7 +84,7 @@ pub(crate) struct Finished {
 /// A stream task whose work is on its stream.
 pub(crate) struct Issued {
     pub(crate) token: Token,
-    pub(crate) name: String,
+    pub(crate) name: Arc<str>,
     /// Where its work begins and ends on the stream; nothing where it was skipped or could not be issued.
     pub(crate) begin: Option<Arc<Mark>>,
     pub(crate) end: Option<Arc<Mark>>,
@@ -117,7 +113,7 @@ struct Queue {
 
 struct Record {
     token: Token,
-    name: String,
+    name: Arc<str>,
     bytes: Bytes,
     /// What a stream task waited for; which of it was last is known only when all have run.
     waits: Option<Clock>,
@@ -183,11 +179,10 @@ impl Lanes {
     pub(crate) fn push(
         &mut self,
         task: (Lane, Kind),
-        name: String,
+        name: Arc<str>,
         bytes: Bytes,
         mut waits: Clock,
-        work: Work,
-        transfer: Option<Transfer>,
+        job: Job,
     ) -> Token {
         let (lane, kind) = task;
         let token = self.next(lane);
@@ -197,7 +192,7 @@ impl Lanes {
         let record = self.next_record;
         self.next_record += 1;
         if self.origin.is_some() {
-            let name = name.clone();
+            let name = Arc::clone(&name);
             let waits = (kind == Kind::Stream).then_some(waits);
             if self.records.len() >= MOST_RECORDS {
                 self.records.pop_first();
@@ -206,17 +201,7 @@ impl Lanes {
         }
         let queue = &mut self.queues[slot(lane)];
         queue.submitted = token.seq;
-        queue.tasks.push_back(Queued {
-            kind,
-            name,
-            bytes,
-            waits,
-            own,
-            blocked_on: None,
-            record,
-            work,
-            transfer,
-        });
+        queue.tasks.push_back(Queued { kind, name, bytes, waits, own, blocked_on: None, record, job });
         token
     }
 
@@ -241,21 +226,21 @@ impl Lanes {
         }
         let token = Token { lane, seq: self.issued.get(lane) + 1 };
         let queue = &mut self.queues[slot(lane)];
-        let Queued { kind, name, bytes, waits, blocked_on, record, work, .. } = queue.tasks.pop_front()?;
+        let Queued { kind, name, bytes, waits, blocked_on, record, job, .. } = queue.tasks.pop_front()?;
         queue.running = true;
         #[cfg(any(test, feature = "test-util"))]
         let waits = if self.without_stream_waits { Clock::default() } else { waits };
         let marks = match kind {
-            Kind::Host => Vec::new(),
+            Kind::Host => Marks::new(),
             Kind::Stream => Lane::ALL.into_iter().filter_map(|l| self.mark(l, waits.get(l))).collect(),
         };
         let ticket = Ticket { record, blocked_on };
-        Some(Started { kind, token, marks, name, bytes, work, skip: self.failure.is_some(), ticket })
+        Some(Started { kind, token, marks, name, bytes, job, skip: self.failure.is_some(), ticket })
     }
 
     /// Whether the next task of `lane` is a transfer.
     pub(crate) fn transfer_is_next(&self, lane: Lane) -> bool {
-        self.queues[slot(lane)].tasks.front().is_some_and(|task| task.transfer.is_some())
+        self.queues[slot(lane)].tasks.front().is_some_and(|task| task.job.transfer().is_some())
     }
 
     /// Takes the next task of `lane` if it is a transfer and can be started now, also while earlier transfers are under
@@ -266,17 +251,18 @@ impl Lanes {
             return None;
         }
         let task = queue.tasks.pop_front_if(|task| {
-            task.transfer.is_some()
+            task.job.transfer().is_some()
                 && task.kind == Kind::Host
                 && task.waits.reached_by(&self.completed)
                 && task.own <= self.completed.get(lane)
         })?;
-        let Queued { kind, name, bytes, blocked_on, record, work, transfer, .. } = task;
+        let Queued { kind, name, bytes, blocked_on, record, job, .. } = task;
+        let transfer = job.transfer()?;
         queue.transfers += 1;
         let token = Token { lane, seq: self.completed.get(lane) + queue.transfers };
         let ticket = Ticket { record, blocked_on };
         let skip = self.failure.is_some();
-        Some((Started { kind, token, marks: Vec::new(), name, bytes, work, skip, ticket }, transfer?))
+        Some((Started { kind, token, marks: Marks::new(), name, bytes, job, skip, ticket }, transfer))
     }
 
     /// The end of the `seq`-th task of `lane`, or of the last one before it that has any, while it is in flight.

@@ -13,6 +13,7 @@
 //! | [`Lane`] | an ordered queue: compute, the two copy directions, the two NVMe directions, optimizer; beside a GPU, a stream |
 //! | [`Submission`] | one task: its lane, its name, and the extents it reads and writes |
 //! | [`Store::submit`], [`launch`](Store::launch) | queue work for the CPU, or work that goes on a lane's stream |
+//! | [`Routine`] | work that is submitted again and again, either way, and takes no memory for it |
 //! | [`Event`] | the completion of a task |
 //! | [`DeviceChoice`] | whose memory the HBM tier is: the host's, or a GPU's |
 //! | [`cuda`] | the GPU, a caller's own device memory, kernels compiled at run time |
@@ -125,6 +126,7 @@ pub mod scratch;
 mod simulated;
 mod spill;
 mod store;
+mod work;
 
 pub use device::Stream;
 pub use error::{BoxError, StoreError};
@@ -141,3 +143,4 @@ pub use options::{
     LinkLimits, NvmeMode, NvmeOptions, QueueOrder, StoreOptions, Traffic, ValueStats,
 };
 pub use store::{Event, Extent, MEMORY_ALIGNMENT, Store, Submission};
+pub use work::Routine;

@@ -1,15 +1,16 @@
 //! Copies between neighbouring tiers, and the measured rates of the links.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use lazy_model::{Bytes, BytesPerSecond, Lane, Tier};
 
-use crate::device::DeviceCopy;
 use crate::error::StoreError;
 use crate::io::Op;
 use crate::lanes::Kind;
-use crate::spill::HostCopy;
+use crate::spill::Spill;
 use crate::store::{Event, Extent, Store, Submission};
+use crate::work::{Way, Work};
 
 /// Copies timed for each link; the median of them is reported.
 const PROBE_COPIES: usize = 5;
@@ -50,83 +51,47 @@ impl Store {
     /// [`StoreError::NoLink`], [`StoreError::NoStaging`], [`StoreError::CopyLength`], and those of [`Store::submit`].
     pub fn copy(
         &self,
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         src: &Extent,
         dst: &Extent,
         after: &[Event],
     ) -> Result<Event, StoreError> {
         let (name, from, to) = (name.into(), src.tier(), dst.tier());
-        let Some(lane) = link(from, to) else { return Err(StoreError::NoLink { task: name, from, to }) };
+        let Some(lane) = link(from, to) else {
+            return Err(StoreError::NoLink { task: name.to_string(), from, to });
+        };
         if src.bytes() != dst.bytes() {
-            return Err(StoreError::CopyLength { task: name, from: src.bytes(), to: dst.bytes() });
+            let (from, to) = (src.bytes(), dst.bytes());
+            return Err(StoreError::CopyLength { task: name.to_string(), from, to });
         }
         let (reads, writes) = ([src], [dst]);
         let task = Submission { reads: &reads, writes: &writes, after, bytes: src.bytes(), lane, name };
-        let spill = self.inner().spill.clone();
-        let in_place =
-            self.inner().device.is_some() && spill.as_ref().is_some_and(|spill| spill.moves_device_memory());
-        if [from, to].contains(&Tier::Hbm)
-            && !in_place
-            && spill.as_ref().is_some_and(|s| [from, to].contains(&Tier::Nvme) && s.staging() == Bytes::ZERO)
-        {
-            return Err(StoreError::NoStaging);
+        match (lane, &self.inner().spill) {
+            (Lane::NvmeWrite | Lane::NvmeRead, Some(spill)) => {
+                let way = self.way(from, to, spill)?;
+                let (op, offset) = match lane {
+                    Lane::NvmeWrite => (Op::Write, dst.offset()),
+                    _ => (Op::Read, src.offset()),
+                };
+                self.enqueue(task, Kind::Host, Work::Spill { op, offset, way })
+            }
+            _ => {
+                let kind = if self.inner().device.is_some() { Kind::Stream } else { Kind::Host };
+                self.enqueue(task, kind, Work::Copy)
+            }
         }
-        match (lane, spill) {
-            (Lane::NvmeWrite, Some(spill)) if from == Tier::Hbm && in_place => {
-                let offset = dst.offset();
-                self.enqueue(task, Kind::Host, move |views| {
-                    // SAFETY: the extent is held by this task, and what it waited for has completed.
-                    Ok(unsafe { spill.write_device(offset, views.reads[0].window()) }?)
-                })
-            }
-            (Lane::NvmeRead, Some(spill)) if to == Tier::Hbm && in_place => {
-                let offset = src.offset();
-                self.enqueue(task, Kind::Host, move |views| {
-                    // SAFETY: as above.
-                    Ok(unsafe { spill.read_device(offset, views.writes[0].window()) }?)
-                })
-            }
-            (Lane::NvmeWrite, Some(spill)) if from == Tier::Hbm => {
-                let (offset, len) = (dst.offset(), dst.bytes().get());
-                match self.inner().device.clone() {
-                    None => self.enqueue_access(task, move |access| {
-                        Ok(spill.write_staged(offset, len, &mut HostCopy::Out(access.read(0)))?)
-                    }),
-                    Some(device) => self.enqueue(task, Kind::Host, move |views| {
-                        let stream = device.stream(lane);
-                        let mut copy = DeviceCopy::new(device, stream, views.reads[0], true);
-                        Ok(spill.write_staged(offset, len, &mut copy)?)
-                    }),
-                }
-            }
-            (Lane::NvmeRead, Some(spill)) if to == Tier::Hbm => {
-                let (offset, len) = (src.offset(), src.bytes().get());
-                match self.inner().device.clone() {
-                    None => self.enqueue_access(task, move |access| {
-                        Ok(spill.read_staged(offset, len, &mut HostCopy::In(access.write(0)))?)
-                    }),
-                    Some(device) => self.enqueue(task, Kind::Host, move |views| {
-                        let stream = device.stream(lane);
-                        let mut copy = DeviceCopy::new(device, stream, views.writes[0], false);
-                        Ok(spill.read_staged(offset, len, &mut copy)?)
-                    }),
-                }
-            }
-            (Lane::NvmeWrite, Some(spill)) => self.enqueue_transfer(task, Op::Write, dst.offset(), spill),
-            (Lane::NvmeRead, Some(spill)) => self.enqueue_transfer(task, Op::Read, src.offset(), spill),
-            _ => match self.inner().device.clone() {
-                None => self.submit(task, |access| {
-                    let (reads, mut writes) = access.split();
-                    writes[0].copy_from_slice(reads[0]);
-                    Ok(())
-                }),
-                Some(device) => self.enqueue(task, Kind::Stream, move |views| {
-                    let (from, to) = (views.reads[0], views.writes[0]);
-                    // SAFETY: both lie in the store's pinned arenas, and the waits derived from the hazards order the
-                    // streams.
-                    unsafe { device.copy(device.stream(lane), from.start(), to.start(), to.len()) }
-                }),
-            },
+    }
+
+    /// How bytes move between memory and the spill files.
+    fn way(&self, from: Tier, to: Tier, spill: &Spill) -> Result<Way, StoreError> {
+        if ![from, to].contains(&Tier::Hbm) {
+            Ok(Way::Host)
+        } else if self.inner().device.is_some() && spill.moves_device_memory() {
+            Ok(Way::Device)
+        } else if spill.staging() > Bytes::ZERO {
+            Ok(Way::Staged)
+        } else {
+            Err(StoreError::NoStaging)
         }
     }
 

@@ -111,8 +111,8 @@ unsafe impl Sync for View {}
 /// Views as `f32` exist where the length is a multiple of four bytes, and panic elsewhere; extents are aligned to 64
 /// bytes, so other element types can be viewed with `bytemuck` too.
 pub struct Access<'a> {
-    reads: Vec<View>,
-    writes: Vec<View>,
+    reads: &'a [View],
+    writes: &'a [View],
     task: PhantomData<&'a mut [u8]>,
 }
 
@@ -122,7 +122,7 @@ impl<'a> Access<'a> {
     /// For the lifetime `'a`, the memory under `reads` and `writes` stays mapped, nobody else writes what `reads` covers
     /// or touches what `writes` covers, the views in `writes` are disjoint, and a view in `reads` is disjoint from all in
     /// `writes` or empty.
-    pub(crate) unsafe fn new(reads: Vec<View>, writes: Vec<View>) -> Self {
+    pub(crate) unsafe fn new(reads: &'a [View], writes: &'a [View]) -> Self {
         Access { reads, writes, task: PhantomData }
     }
 
@@ -153,21 +153,24 @@ impl<'a> Access<'a> {
         bytemuck::cast_slice_mut(self.write(i))
     }
 
-    /// All reads and all writes, borrowed at once.
-    pub fn split(&mut self) -> (Vec<&[u8]>, Vec<&mut [u8]>) {
+    /// All reads and all writes, in order, borrowed at once.
+    pub fn split(
+        &mut self,
+    ) -> (impl ExactSizeIterator<Item = &[u8]>, impl ExactSizeIterator<Item = &mut [u8]>) {
         // SAFETY: as in `read`; by the contract of `new` no read view overlaps a write view.
         let reads = self.reads.iter().map(|v| unsafe { std::slice::from_raw_parts(v.start, v.len) });
-        let reads = reads.collect();
-        // SAFETY: as in `write`; by the contract of `new` the write views are disjoint from each other.
+        // SAFETY: as in `write`; by the contract of `new` the write views are disjoint from each other, and each is given
+        // out once.
         let writes = self.writes.iter().map(|v| unsafe { std::slice::from_raw_parts_mut(v.start, v.len) });
-        (reads, writes.collect())
+        (reads, writes)
     }
 
     /// [`Access::split`] as `f32`.
-    pub fn split_f32(&mut self) -> (Vec<&[f32]>, Vec<&mut [f32]>) {
+    pub fn split_f32(
+        &mut self,
+    ) -> (impl ExactSizeIterator<Item = &[f32]>, impl ExactSizeIterator<Item = &mut [f32]>) {
         let (reads, writes) = self.split();
-        let reads = reads.into_iter().map(bytemuck::cast_slice).collect();
-        (reads, writes.into_iter().map(bytemuck::cast_slice_mut).collect())
+        (reads.map(bytemuck::cast_slice), writes.map(bytemuck::cast_slice_mut))
     }
 }
 

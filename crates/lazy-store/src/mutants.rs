@@ -18,7 +18,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lazy_model::{Lane, Tier};
 
-use crate::lanes::Work;
+use crate::work::Job;
+#[cfg(any(test, feature = "test-util"))]
+use crate::work::{Kept, Views, Work};
 
 /// A wait, by the place that derives it and whom it concerns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +67,7 @@ pub(crate) struct Mutant {
     left_out: Option<Wait>,
     /// Work of tasks that count as done already.
     #[cfg(any(test, feature = "test-util"))]
-    late: Arc<Mutex<Vec<Work>>>,
+    late: Arc<Mutex<Vec<Job>>>,
 }
 
 impl Mutant {
@@ -81,22 +83,23 @@ impl Mutant {
     }
 
     /// The work of a task: in ordinary builds, as it is given.
-    pub(crate) fn delayed(&self, lane: Lane, work: Work) -> Work {
+    pub(crate) fn delayed(&self, lane: Lane, job: Job) -> Job {
         #[cfg(any(test, feature = "test-util"))]
         if let Some(Wait::Completion(late_lane)) = self.left_out {
             let late = Arc::clone(&self.late);
-            return Box::new(move || {
+            let work = Work::Once(Box::new(move |inner, _| {
                 let earlier = late.lock().unwrap_or_else(PoisonError::into_inner).pop();
                 if lane == late_lane {
-                    late.lock().unwrap_or_else(PoisonError::into_inner).push(work);
+                    late.lock().unwrap_or_else(PoisonError::into_inner).push(job);
                 } else {
-                    work()?;
+                    job.run(inner, lane)?;
                 }
-                earlier.map_or(Ok(None), |work| work())
-            });
+                earlier.map_or(Ok(Kept::Nothing), |job| job.run(inner, late_lane))
+            }));
+            return Job { views: Views::default(), work };
         }
         let _ = lane;
-        work
+        job
     }
 }
 

@@ -208,7 +208,7 @@ impl Store {
             let call = move || {
                 // SAFETY: the arenas live until the store has run everything; the streams are ordered as `Access::new`
                 // wants them, and one thread runs all operations.
-                let mut access = unsafe { Access::new(reads, writes) };
+                let mut access = unsafe { Access::new(&reads, &writes) };
                 run(&mut access)
             };
             simulated.push(cx.stream(), Operation::Call(Box::new(call)));

@@ -3,12 +3,12 @@
 mod open;
 mod submit;
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use lazy_model::{Bytes, BytesPerSecond, Lane, Span, Tier};
+use slab::Slab;
 
 use crate::arena::Arena;
 use crate::clock::{Clock, Token};
@@ -39,7 +39,7 @@ pub struct Store {
 /// next owner's first write waits for them.
 pub struct Extent {
     inner: Arc<Inner>,
-    id: u64,
+    id: usize,
     tier: Tier,
     offset: u64,
     bytes: Bytes,
@@ -87,8 +87,7 @@ pub(crate) struct State {
     hbm: Arena,
     host: Arena,
     nvme: Option<Arena>,
-    extents: HashMap<u64, Hazards>,
-    next_extent: u64,
+    extents: Slab<Hazards>,
     mutant: Mutant,
 }
 
@@ -213,15 +212,13 @@ impl Store {
         let done = *state.lanes.completed();
         let taken = take(state.arena_mut(tier).ok_or(StoreError::NoNvme)?, &done);
         let range = taken.map_err(|error| self.beside_staging(error))?;
-        let id = state.next_extent;
-        state.next_extent += 1;
         let hazards = Hazards {
             occupied: range.occupied,
             inherited: range.inherited,
             last_write: None,
             reads: Clock::default(),
         };
-        state.extents.insert(id, hazards);
+        let id = state.extents.insert(hazards);
         Ok(Extent { inner: Arc::clone(self.inner()), id, tier, offset: range.offset, bytes })
     }
 
@@ -240,7 +237,7 @@ impl Store {
     pub fn synchronize(&self) -> Result<(), StoreError> {
         let mut state = drive::wait_until(self.inner(), Target::Idle);
         let Some((failure, voided)) = state.lanes.take_failure() else { return Ok(()) };
-        for hazards in state.extents.values_mut() {
+        for hazards in state.extents.iter_mut().map(|(_, hazards)| hazards) {
             hazards.last_write = hazards.last_write.filter(|&token| !voided.contains(token));
         }
         Err(failure)
@@ -325,7 +322,7 @@ impl Extent {
 
     /// Whether a task was submitted that writes it, and none of those failed.
     pub fn is_written(&self) -> bool {
-        self.inner.lock().extents.get(&self.id).is_some_and(|h| h.last_write.is_some())
+        self.inner.lock().extents.get(self.id).is_some_and(|h| h.last_write.is_some())
     }
 }
 
@@ -333,7 +330,7 @@ impl Drop for Extent {
     fn drop(&mut self) {
         let mut state = self.inner.lock();
         let done = *state.lanes.completed();
-        if let Some(hazards) = state.extents.remove(&self.id) {
+        if let Some(hazards) = state.extents.try_remove(self.id) {
             let users = hazards.all(|source| state.mutant.keeps(Wait::Release(source, self.tier)));
             if let Some(arena) = state.arena_mut(self.tier) {
                 arena.release(self.offset, hazards.occupied, users, &done);

@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 use std::path::Path;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use lazy_store::{
@@ -25,7 +25,7 @@ fn store(order: QueueOrder, hbm: u64, host: u64, nvme: Option<(&Path, BackendCho
 
 fn task<'a>(
     lane: Lane,
-    name: impl Into<String>,
+    name: impl Into<Arc<str>>,
     reads: &'a [&'a Extent],
     writes: &'a [&'a Extent],
 ) -> Submission<'a> {
@@ -184,8 +184,8 @@ fn step_with_prefetch(order: QueueOrder, distance: usize) -> Vec<u8> {
         let y = hbm();
         store
             .submit(task(Lane::Compute, format!("forward {layer}"), &[&x], &[&y]), move |access| {
-                let (reads, mut writes) = access.split();
-                for (i, (y, x)) in writes[0].iter_mut().zip(reads[0]).enumerate() {
+                let (mut reads, mut writes) = access.split();
+                for (i, (y, x)) in std::iter::zip(writes.next().unwrap(), reads.next().unwrap()).enumerate() {
                     *y = x.wrapping_mul(5).wrapping_add((layer + i) as u8);
                 }
                 Ok(())
@@ -208,8 +208,9 @@ fn step_with_prefetch(order: QueueOrder, distance: usize) -> Vec<u8> {
             .submit(
                 task(Lane::Compute, format!("backward {layer}"), &[&x, &gradient], &[&gradient]),
                 |access| {
-                    let (reads, mut writes) = access.split();
-                    writes[0].iter_mut().zip(reads[0]).for_each(|(g, x)| *g = g.wrapping_mul(3) ^ x);
+                    let (mut reads, mut writes) = access.split();
+                    std::iter::zip(writes.next().unwrap(), reads.next().unwrap())
+                        .for_each(|(g, x)| *g = g.wrapping_mul(3) ^ x);
                     Ok(())
                 },
             )
@@ -272,7 +273,7 @@ fn spans_say_what_ran_when_and_what_it_waited_for() {
     go.send(()).unwrap();
     store.synchronize().unwrap();
     let spans = store.take_spans();
-    let names: Vec<&str> = spans.iter().map(|s| s.name.as_str()).collect();
+    let names: Vec<&str> = spans.iter().map(|s| &*s.name).collect();
     assert_eq!(names, ["forward 0", "boundary 1", "free"]);
     assert_eq!(spans.iter().map(|s| s.blocked_on).collect::<Vec<_>>(), [None, Some(0), None]);
     assert_eq!(spans.iter().map(|s| s.bytes).collect::<Vec<_>>(), [Bytes::ZERO, Bytes(4096), Bytes::ZERO]);

@@ -163,9 +163,11 @@ fn an_in_place_update_sees_what_it_updates() {
     for _ in 0..3 {
         store
             .submit(task(Lane::Compute, "add", &[&term, &sum], &[&sum]), |access| {
-                let (reads, mut writes) = access.split();
-                assert!(reads[1].is_empty());
-                writes[0].iter_mut().zip(reads[0]).for_each(|(s, t)| *s += t);
+                let (mut reads, mut writes) = access.split();
+                assert_eq!((reads.len(), writes.len()), (2, 1));
+                let (t, s) = (reads.next().unwrap(), writes.next().unwrap());
+                assert!(reads.next().unwrap().is_empty());
+                s.iter_mut().zip(t).for_each(|(s, t)| *s += t);
                 Ok(())
             })
             .unwrap();

@@ -1,5 +1,7 @@
 //! One step as lanes of spans.
 
+use std::sync::Arc;
+
 use crate::perfetto::title_of;
 use crate::span::{Lane, Span};
 use crate::units::{Bytes, Seconds};
@@ -112,7 +114,7 @@ fn moved(spans: &[&Span]) -> Bytes {
 /// One rectangle: a span, or several thin ones.
 struct Group {
     /// Name of the longest span; it decides the colour.
-    name: String,
+    name: Arc<str>,
     longest: Seconds,
     count: usize,
     start: Seconds,
@@ -122,7 +124,7 @@ struct Group {
 
 impl Group {
     fn of(span: &Span) -> Self {
-        let (name, longest) = (span.name.clone(), span.duration());
+        let (name, longest) = (Arc::clone(&span.name), span.duration());
         Self { name, longest, count: 1, start: span.start, end: span.end, bytes: span.bytes }
     }
 
@@ -133,7 +135,7 @@ impl Group {
             self.end = span.end;
         }
         if span.duration() > self.longest {
-            (self.name, self.longest) = (span.name.clone(), span.duration());
+            (self.name, self.longest) = (Arc::clone(&span.name), span.duration());
         }
     }
 

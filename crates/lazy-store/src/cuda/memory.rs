@@ -10,8 +10,9 @@ use lazy_model::{Bytes, Lane, Tier};
 use crate::device::{Device, Stream};
 use crate::drive::{self, Target};
 use crate::error::StoreError;
-use crate::lanes::{Kept, Kind};
+use crate::lanes::Kind;
 use crate::store::{Event, Extent, Store, Submission};
+use crate::work::{Kept, Views, Work};
 
 /// Device memory that is not the store's, and the stream on which its owner uses it.
 #[derive(Clone, Copy, Debug)]
@@ -80,11 +81,11 @@ impl Store {
     /// [`Store::submit`].
     pub fn put_memory(
         &self,
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         memory: &DeviceMemory,
         dst: &Extent,
     ) -> Result<Event, StoreError> {
-        self.copy_memory(name.into(), memory, dst, true, || None)
+        self.copy_memory(name.into(), memory, dst, true, || Kept::Nothing)
     }
 
     /// Queues a copy of `src`, in the HBM or the host tier, to the caller's memory, which begins when what is on its stream
@@ -95,11 +96,11 @@ impl Store {
     /// As for [`Store::put_memory`].
     pub fn get_memory(
         &self,
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         src: &Extent,
         memory: &DeviceMemory,
     ) -> Result<Event, StoreError> {
-        self.copy_memory(name.into(), memory, src, false, || None)
+        self.copy_memory(name.into(), memory, src, false, || Kept::Nothing)
     }
 
     /// Makes what is put on `stream` from now on wait for a task. Waits here only until the task is on its own stream: for
@@ -126,7 +127,7 @@ impl Store {
     /// As for [`Store::put_memory`], with the slice.
     pub fn put_slice<T: DeviceRepr + Send + 'static>(
         &self,
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         slice: CudaSlice<T>,
         dst: &Extent,
     ) -> Result<Event, Box<Refused<T>>> {
@@ -138,7 +139,7 @@ impl Store {
         let in_task = Arc::clone(&kept);
         let take =
             |kept: &Mutex<Option<CudaSlice<T>>>| kept.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.copy_memory(name.into(), &memory, dst, true, move || Some(Box::new(take(&in_task))))
+        self.copy_memory(name.into(), &memory, dst, true, move || Kept::Owned(Box::new(take(&in_task))))
             .map_err(|error| Box::new(Refused { error, slice: take(&kept) }))
     }
 
@@ -149,7 +150,7 @@ impl Store {
     /// As for [`Store::put_memory`], with the slice.
     pub fn get_slice<T: DeviceRepr + AnyBitPattern>(
         &self,
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         src: &Extent,
         mut slice: CudaSlice<T>,
     ) -> Result<PendingSlice<T>, Box<Refused<T>>> {
@@ -197,7 +198,7 @@ impl Store {
     /// when it has completed.
     fn copy_memory(
         &self,
-        name: String,
+        name: Arc<str>,
         memory: &DeviceMemory,
         extent: &Extent,
         put: bool,
@@ -206,12 +207,12 @@ impl Store {
         let device = Arc::clone(self.device("copy from or to device memory")?);
         let (from, to) = if put { (Tier::Hbm, extent.tier()) } else { (extent.tier(), Tier::Hbm) };
         if extent.tier() == Tier::Nvme {
-            return Err(StoreError::NoLink { task: name, from, to });
+            return Err(StoreError::NoLink { task: name.to_string(), from, to });
         }
         if extent.bytes() != memory.bytes {
             let (from, to) =
                 if put { (memory.bytes, extent.bytes()) } else { (extent.bytes(), memory.bytes) };
-            return Err(StoreError::CopyLength { task: name, from, to });
+            return Err(StoreError::CopyLength { task: name.to_string(), from, to });
         }
         device.bind().and_then(|()| device.check_stream(memory.stream)).map_err(StoreError::of_device)?;
         let used = Arc::clone(&device).mark(memory.stream).map_err(StoreError::of_device)?;
@@ -220,7 +221,7 @@ impl Store {
         let lane = if put { Lane::D2h } else { Lane::H2d };
         let task = Submission { reads, writes, bytes: memory.bytes, ..Submission::new(lane, name) };
         let memory = *memory;
-        self.enqueue_keeping(task, Kind::Stream, move |views| {
+        let copy = move |views: &Views| {
             let stream = device.stream(lane);
             device.wait(stream, &used)?;
             let (from, to) = if put {
@@ -232,7 +233,8 @@ impl Store {
             // `DeviceMemory::new` says, and what its stream did before is waited for.
             unsafe { device.copy(stream, from, to, memory.bytes.get() as usize) }?;
             Ok(keep())
-        })
+        };
+        self.enqueue(task, Kind::Stream, Work::once(copy))
     }
 }
 

@@ -1,9 +1,9 @@
 //! How a store begins and ends: its device, its arenas, its threads.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, TryLockError};
 
 use lazy_model::{Bytes, Lane, Tier};
+use slab::Slab;
 
 use super::{Handle, Inner, MEMORY_ALIGNMENT, State, Store};
 use crate::arena::Arena;
@@ -88,8 +88,7 @@ impl Store {
             hbm: in_memory(Tier::Hbm, options.hbm),
             host: in_memory(Tier::Host, options.host.saturating_sub(staging)),
             nvme,
-            extents: HashMap::new(),
-            next_extent: 0,
+            extents: Slab::new(),
             mutant: Mutant::default(),
         };
         let mut host = Mapping::new("the host arena", options.host.saturating_sub(staging))?;

@@ -6,17 +6,12 @@ use lazy_model::{Bytes, Lane, Tier};
 
 use super::{Event, Extent, State, Store};
 use crate::clock::{Clock, Token};
-use crate::device::{Device, Stream};
 use crate::drive;
 use crate::error::{BoxError, StoreError};
-use crate::io::Op;
-use crate::lanes::{Kept, Kind, Work};
-use crate::memory::{Access, StreamAccess, View};
+use crate::lanes::Kind;
+use crate::memory::{Access, StreamAccess};
 use crate::mutants::Wait;
-use crate::spill::{Spill, Transfer};
-
-/// Value of poisoned bytes: a NaN in every float format wider than a byte.
-const POISON: u8 = 0xff;
+use crate::work::{Job, Kept, Places, Routine, Views, Work};
 
 /// One task as it is submitted: what it is called, where it runs, and what it reads and writes. The store derives from
 /// that what it has to wait for.
@@ -24,8 +19,8 @@ const POISON: u8 = 0xff;
 pub struct Submission<'a> {
     /// The queue.
     pub lane: Lane,
-    /// Names the task in errors and spans.
-    pub name: String,
+    /// Names the task in errors and spans. One made once is cloned for nothing.
+    pub name: Arc<str>,
     /// Extents that the task reads. An extent listed here and in `writes` is updated in place.
     pub reads: &'a [&'a Extent],
     /// Extents that the task writes.
@@ -36,30 +31,9 @@ pub struct Submission<'a> {
     pub bytes: Bytes,
 }
 
-/// Where a task's extents lie, those on NVMe left out.
-pub(crate) struct Views {
-    pub(crate) reads: Vec<View>,
-    pub(crate) writes: Vec<View>,
-    /// Those of `writes` that are to be poisoned first.
-    fresh: Vec<usize>,
-}
-
-impl Views {
-    /// Puts the poisoning on a stream.
-    pub(crate) fn poison_on(&self, device: &dyn Device, stream: Stream) -> Result<(), BoxError> {
-        for &i in &self.fresh {
-            let view = self.writes[i];
-            // SAFETY: the waits derived from the hazards hold back this stream until earlier users of these bytes are
-            // done; extents that are live at once do not overlap.
-            unsafe { device.fill(stream, view.start(), view.len(), POISON) }?;
-        }
-        Ok(())
-    }
-}
-
 impl<'a> Submission<'a> {
     /// A task that reads, writes and waits for nothing and moves no bytes: a start for struct update syntax.
-    pub fn new(lane: Lane, name: impl Into<String>) -> Submission<'a> {
+    pub fn new(lane: Lane, name: impl Into<Arc<str>>) -> Submission<'a> {
         Submission { lane, name: name.into(), reads: &[], writes: &[], after: &[], bytes: Bytes::ZERO }
     }
 }
@@ -69,18 +43,18 @@ impl State {
     fn waits(&self, task: &Submission<'_>) -> Result<Clock, StoreError> {
         let mut waits = Clock::default();
         for extent in task.reads {
-            match self.extents.get(&extent.id).and_then(|h| h.last_write) {
+            match self.extents.get(extent.id).and_then(|h| h.last_write) {
                 Some(write) if self.mutant.keeps(Wait::Read(task.lane)) => waits.add(write),
                 Some(_) => {}
                 None if extent.bytes == Bytes::ZERO => {}
                 None => {
                     let (task, tier, offset, bytes) =
-                        (task.name.clone(), extent.tier, extent.offset, extent.bytes);
+                        (task.name.to_string(), extent.tier, extent.offset, extent.bytes);
                     return Err(StoreError::NotWritten { task, tier, offset, bytes });
                 }
             }
         }
-        for hazards in task.writes.iter().filter_map(|e| self.extents.get(&e.id)) {
+        for hazards in task.writes.iter().filter_map(|e| self.extents.get(e.id)) {
             waits.join(&hazards.all(|source| self.mutant.keeps(Wait::Overwrite(source, task.lane))));
         }
         for event in task.after.iter().filter(|_| self.mutant.keeps(Wait::After(task.lane))) {
@@ -92,12 +66,12 @@ impl State {
     /// Notes that `token` is now the last to use what it reads and writes.
     fn note(&mut self, task: &Submission<'_>, token: Token) {
         for extent in task.reads {
-            if let Some(hazards) = self.extents.get_mut(&extent.id) {
+            if let Some(hazards) = self.extents.get_mut(extent.id) {
                 hazards.reads.add(token);
             }
         }
         for extent in task.writes {
-            if let Some(hazards) = self.extents.get_mut(&extent.id) {
+            if let Some(hazards) = self.extents.get_mut(extent.id) {
                 // Whoever waits for this write waits for all that it waited for.
                 hazards.inherited = Clock::default();
                 hazards.reads = Clock::default();
@@ -149,10 +123,29 @@ impl Store {
         };
         refuse(&task, |tier| tier == Tier::Nvme)?;
         let stream = device.stream(task.lane);
-        self.enqueue(task, Kind::Stream, move |views| {
-            views.poison_on(&*device, stream)?;
-            issue(&StreamAccess { stream, reads: &views.reads, writes: &views.writes })
-        })
+        let issue = move |views: &Views| {
+            issue(&views.on_stream(&*device, stream)?)?;
+            Ok(Kept::Nothing)
+        };
+        self.enqueue(task, Kind::Stream, Work::once(issue))
+    }
+
+    /// Queues one item of work that is submitted again and again: on the host device as [`Store::submit`] does, on a device
+    /// with streams as [`Store::launch`] does. Takes no memory once the queues have grown to what is submitted ahead, for up
+    /// to eight extents read and eight written.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::submit`].
+    pub fn submit_routine(
+        &self,
+        task: Submission<'_>,
+        routine: &Arc<dyn Routine>,
+        item: usize,
+    ) -> Result<Event, StoreError> {
+        let kind = if self.inner().device.is_some() { Kind::Stream } else { Kind::Host };
+        refuse(&task, |tier| tier == Tier::Nvme)?;
+        self.enqueue(task, kind, Work::Routine { routine: Arc::clone(routine), item })
     }
 
     /// [`Store::submit`], for tasks that also name NVMe extents. [`Access`] leaves those out. Nothing in the memory of a
@@ -162,72 +155,16 @@ impl Store {
         task: Submission<'_>,
         run: impl FnOnce(&mut Access<'_>) -> Result<(), BoxError> + Send + 'static,
     ) -> Result<Event, StoreError> {
-        self.enqueue(task, Kind::Host, move |views| {
-            let Views { reads, writes, fresh } = views;
-            // SAFETY: the mappings live as long as `Inner`, and tasks run only from within it. `check` made sure that no
-            // write is listed twice and in-place reads are empty. The waits derived from the hazards hold back this task
-            // until earlier users of these bytes are done, and later ones until this task is; extents that are live at
-            // once do not overlap.
-            let mut access = unsafe { Access::new(reads, writes) };
-            for i in fresh {
-                access.write(i).fill(POISON);
-            }
-            run(&mut access)
-        })
+        let run = move |views: &Views| {
+            // SAFETY: this is the task's turn, and the mappings are `Inner`'s, from within which tasks run.
+            run(&mut unsafe { views.access() })?;
+            Ok(Kept::Nothing)
+        };
+        self.enqueue(task, Kind::Host, Work::once(run))
     }
 
-    /// [`Store::enqueue_keeping`], of a task that leaves nothing behind.
-    pub(crate) fn enqueue(
-        &self,
-        task: Submission<'_>,
-        kind: Kind,
-        run: impl FnOnce(Views) -> Result<(), BoxError> + Send + 'static,
-    ) -> Result<Event, StoreError> {
-        self.enqueue_keeping(task, kind, |views| run(views).map(|()| None))
-    }
-
-    /// Queues a task; what it returns is dropped when it has completed.
-    pub(crate) fn enqueue_keeping(
-        &self,
-        task: Submission<'_>,
-        kind: Kind,
-        run: impl FnOnce(Views) -> Result<Kept, BoxError> + Send + 'static,
-    ) -> Result<Event, StoreError> {
-        self.enqueue_any(task, kind, None, run)
-    }
-
-    /// Queues a transfer between host memory and the spill files, at `offset` there.
-    pub(crate) fn enqueue_transfer(
-        &self,
-        task: Submission<'_>,
-        op: Op,
-        offset: u64,
-        spill: Arc<Spill>,
-    ) -> Result<Event, StoreError> {
-        self.enqueue_any(task, Kind::Host, Some((op, offset)), move |views| {
-            let Views { reads, writes, fresh } = views;
-            // SAFETY: as in `enqueue_access`.
-            let mut access = unsafe { Access::new(reads, writes) };
-            for i in fresh {
-                access.write(i).fill(POISON);
-            }
-            match op {
-                Op::Write => spill.write(offset, access.read(0))?,
-                Op::Read => spill.read(offset, access.write(0))?,
-            }
-            Ok(None)
-        })
-    }
-
-    /// Queues a task, which may be a transfer that can be carried out together with others. The one place where anything is
-    /// queued.
-    fn enqueue_any(
-        &self,
-        task: Submission<'_>,
-        kind: Kind,
-        transfer: Option<(Op, u64)>,
-        run: impl FnOnce(Views) -> Result<Kept, BoxError> + Send + 'static,
-    ) -> Result<Event, StoreError> {
+    /// Queues a task. The one place where anything is queued.
+    pub(crate) fn enqueue(&self, task: Submission<'_>, kind: Kind, work: Work) -> Result<Event, StoreError> {
         let inner = self.inner();
         self.check(&task)?;
         let reads = task.reads.iter().filter_map(|extent| {
@@ -235,36 +172,27 @@ impl Store {
             let in_place = task.writes.iter().any(|w| w.id == extent.id);
             Some(if in_place { view.empty() } else { view })
         });
-        let reads: Vec<View> = reads.collect();
-        let writes: Vec<View> = task.writes.iter().filter_map(|e| inner.view(e)).collect();
-
-        let transfer = transfer.and_then(|(op, offset)| {
-            let view = match op {
-                Op::Write => reads.first()?,
-                Op::Read => writes.first()?,
-            };
-            Some(Transfer { op, offset, memory: view.window() })
-        });
+        let reads: Places = reads.collect();
+        let writes: Places = task.writes.iter().filter_map(|e| inner.view(e)).collect();
 
         let mut state = inner.lock();
         let waits = state.waits(&task)?;
         let fresh: Vec<usize> = (0..if inner.poison { writes.len() } else { 0 })
             .filter(|&i| {
                 let mut in_memory = task.writes.iter().filter(|e| e.tier != Tier::Nvme);
-                let hazards = in_memory.nth(i).and_then(|e| state.extents.get(&e.id));
+                let hazards = in_memory.nth(i).and_then(|e| state.extents.get(e.id));
                 hazards.is_some_and(|h| h.last_write.is_none())
             })
             .collect();
-        let work: Work = Box::new(move || run(Views { reads, writes, fresh }));
-        let work = state.mutant.delayed(task.lane, work);
-        let token = state.lanes.push((task.lane, kind), task.name.clone(), task.bytes, waits, work, transfer);
+        let job = state.mutant.delayed(task.lane, Job { views: Views { reads, writes, fresh }, work });
+        let token = state.lanes.push((task.lane, kind), Arc::clone(&task.name), task.bytes, waits, job);
         state.note(&task, token);
         drive::announce(inner, state);
         Ok(Event { inner: Arc::clone(inner), token })
     }
 
     fn check(&self, task: &Submission<'_>) -> Result<(), StoreError> {
-        let foreign = |what| Err(StoreError::Foreign { task: task.name.clone(), what });
+        let foreign = |what| Err(StoreError::Foreign { task: task.name.to_string(), what });
         if task.reads.iter().chain(task.writes).any(|e| !Arc::ptr_eq(&e.inner, self.inner())) {
             return foreign("extent");
         }
@@ -274,7 +202,7 @@ impl Store {
         for (i, extent) in task.writes.iter().enumerate() {
             if task.writes[..i].iter().any(|earlier| earlier.id == extent.id) {
                 let (task, tier, offset, bytes) =
-                    (task.name.clone(), extent.tier, extent.offset, extent.bytes);
+                    (task.name.to_string(), extent.tier, extent.offset, extent.bytes);
                 return Err(StoreError::WrittenTwice { task, tier, offset, bytes });
             }
         }
@@ -285,7 +213,7 @@ impl Store {
 /// Refuses a task with extents in some tiers.
 fn refuse(task: &Submission<'_>, in_tier: impl Fn(Tier) -> bool) -> Result<(), StoreError> {
     match task.reads.iter().chain(task.writes).find(|extent| in_tier(extent.tier)) {
-        Some(extent) => Err(StoreError::NotInMemory { task: task.name.clone(), tier: extent.tier }),
+        Some(extent) => Err(StoreError::NotInMemory { task: task.name.to_string(), tier: extent.tier }),
         None => Ok(()),
     }
 }

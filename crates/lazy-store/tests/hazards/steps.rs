@@ -60,8 +60,8 @@ impl Toy<'_> {
     fn forward(&mut self, lane: Lane, layer: usize, x: &Extent) -> Extent {
         let y = self.hbm();
         self.submit(lane, format!("forward {layer}"), &[x], &y, move |access| {
-            let (reads, mut writes) = access.split();
-            for (i, (y, x)) in writes[0].iter_mut().zip(reads[0]).enumerate() {
+            let (mut reads, mut writes) = access.split();
+            for (i, (y, x)) in std::iter::zip(writes.next().unwrap(), reads.next().unwrap()).enumerate() {
                 *y = x.wrapping_mul(5).wrapping_add((layer + i) as u8);
             }
         });
@@ -151,8 +151,9 @@ fn train_step(store: &Store, distance: usize, delays: Option<u64>) -> Vec<u8> {
             fetched.pop_front().unwrap().1
         };
         toy.submit(Lane::Compute, format!("backward {layer}"), &[&x, &gradient], &gradient, |access| {
-            let (reads, mut writes) = access.split();
-            writes[0].iter_mut().zip(reads[0]).for_each(|(g, x)| *g = g.wrapping_mul(3) ^ x);
+            let (mut reads, mut writes) = access.split();
+            std::iter::zip(writes.next().unwrap(), reads.next().unwrap())
+                .for_each(|(g, x)| *g = g.wrapping_mul(3) ^ x);
         });
     }
     let read = contents(store, &gradient);

@@ -1,7 +1,9 @@
 //! What is particular to a device with streams, on a simulated one.
 
+use std::sync::Arc;
+
 use lazy_store::fault::Faults;
-use lazy_store::{Bytes, Lane, QueueOrder, StoreError, Submission, Tier};
+use lazy_store::{Access, BoxError, Bytes, Lane, QueueOrder, Routine, StoreError, Submission, Tier};
 
 use crate::{On, folder, store};
 
@@ -72,4 +74,37 @@ fn what_is_put_in_any_tier_is_got_from_any_other() {
         assert!(error.to_string().contains("on purpose"), "{error}");
         store.synchronize().unwrap();
     }
+}
+
+/// Adds its item to every byte, on the CPU.
+struct Add;
+
+impl Routine for Add {
+    fn run(&self, item: usize, access: &mut Access<'_>) -> Result<(), BoxError> {
+        access.write(0).iter_mut().for_each(|byte| *byte += item as u8);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_routine_runs_once_for_each_item_and_says_so_where_it_has_no_work_for_a_stream() {
+    let dir = folder();
+    let routine: Arc<dyn Routine> = Arc::new(Add);
+    for on in [On::Host, On::Streams] {
+        let store = store(dir.path(), on, QueueOrder::Seeded(0), 0, &Faults::new(0));
+        let x = store.put("zeros", Tier::Host, vec![0; 64]).unwrap();
+        for item in [3, 4, 5] {
+            let task = Submission { reads: &[&x], writes: &[&x], ..Submission::new(Lane::Compute, "add") };
+            store.submit_routine(task, &routine, item).unwrap();
+        }
+        match (on, store.synchronize()) {
+            (On::Host, Ok(())) => assert_eq!(store.get(&x).unwrap(), [12; 64]),
+            (On::Streams, Err(StoreError::Task { source, .. })) => {
+                assert!(source.downcast_ref().is_some_and(|e| matches!(e, StoreError::Device { .. })));
+                assert!(!x.is_written());
+            }
+            (_, other) => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(Arc::strong_count(&routine), 1, "what ran is given back");
 }
