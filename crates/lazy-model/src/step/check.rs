@@ -25,6 +25,13 @@ enum Holds {
     Added,
 }
 
+/// What a piece of arithmetic reads and writes, and where the step is after it, if it moves on.
+struct Turn {
+    then: Option<At>,
+    reads: Vec<Content>,
+    writes: Vec<Content>,
+}
+
 struct Checker<'a> {
     plan: &'a StepPlan,
     sizes: &'a StepSizes<'a>,
@@ -217,7 +224,7 @@ impl Checker<'_> {
     }
 
     fn arithmetic(&mut self, task: &Task) -> Result<(), String> {
-        let (at, reads, writes) = self.expected(task.work)?;
+        let Turn { then, reads, writes } = self.turn(task.work)?;
         self.wanted(reads, &task.reads, task.work)?;
         self.wanted(writes, &task.writes, task.work)?;
         for &id in &task.reads {
@@ -237,7 +244,7 @@ impl Checker<'_> {
                 _ => Holds::Given,
             };
         }
-        self.at = at.unwrap_or(self.at);
+        self.at = then.unwrap_or(self.at);
         Ok(())
     }
 
@@ -273,59 +280,57 @@ impl Checker<'_> {
         }
     }
 
-    /// Where the step is after the work, if it moves on, and what the work reads and writes; or that it is not the work's turn.
-    fn expected(&self, work: Work) -> Result<(Option<At>, Vec<Content>, Vec<Content>), String> {
+    /// What the work takes now, or that it is not its turn.
+    fn turn(&self, work: Work) -> Result<Turn, String> {
         let n = self.layers;
         let boundary = |i| Content::Boundary(BoundaryIndex(i));
         let gradient = |i| Content::Gradient(BoundaryIndex(i));
-        let turn = |is: bool| match is {
+        let first = |its: bool| match its {
             true => Ok(()),
             false => Err(format!("is {work:?}, whose turn it is not")),
         };
-        let backward = matches!(self.at, At::Backward(_));
         let within = |l: LayerIndex| l.get() < n;
-        match work {
+        let (then, reads, writes) = match work {
             Work::Prologue => {
-                turn(self.at == At::Start)?;
-                Ok((Some(At::Forward(0)), vec![], vec![boundary(0)]))
+                first(self.at == At::Start)?;
+                (Some(At::Forward(0)), vec![], vec![boundary(0)])
             }
             Work::Forward { layer, keep } => {
                 let l = layer.get();
-                turn(within(layer) && self.at == At::Forward(l))?;
+                first(within(layer) && self.at == At::Forward(l))?;
                 let kept = keep.then_some(Content::Internals(layer));
                 let writes = std::iter::once(boundary(l + 1)).chain(kept).chain([Content::Workspace(layer)]);
-                Ok((Some(At::Forward(l + 1)), vec![boundary(l), Content::Weights(layer)], writes.collect()))
+                (Some(At::Forward(l + 1)), vec![boundary(l), Content::Weights(layer)], writes.collect())
             }
             Work::Recompute { layer, save } => {
+                first(matches!(self.at, At::Backward(_)) && within(layer))?;
                 let l = layer.get();
-                turn(backward && within(layer))?;
                 let made = if save { Content::Internals(layer) } else { boundary(l + 1) };
-                let writes = vec![made, Content::Workspace(layer)];
-                Ok((None, vec![boundary(l), Content::Weights(layer)], writes))
+                (None, vec![boundary(l), Content::Weights(layer)], vec![made, Content::Workspace(layer)])
             }
             Work::Epilogue => {
-                turn(self.at == At::Forward(n))?;
-                let (next, made) = match self.evaluation {
+                first(self.at == At::Forward(n))?;
+                let (then, made) = match self.evaluation {
                     true => (At::End, None),
                     false => (At::Backward(n), Some(gradient(n))),
                 };
-                let writes = made.into_iter().chain([Content::LossWorkspace]).collect();
-                Ok((Some(next), vec![boundary(n)], writes))
+                (Some(then), vec![boundary(n)], made.into_iter().chain([Content::LossWorkspace]).collect())
             }
             Work::Backward(layer) => {
                 let l = layer.get();
-                turn(within(layer) && self.at == At::Backward(l + 1))?;
+                first(within(layer) && self.at == At::Backward(l + 1))?;
                 let reads =
                     vec![boundary(l), gradient(l + 1), Content::Internals(layer), Content::Weights(layer)];
                 let writes = vec![gradient(l), Content::WeightGradients(layer), Content::Workspace(layer)];
-                Ok((Some(At::Backward(l)), reads, writes))
+                (Some(At::Backward(l)), reads, writes)
             }
             Work::PrologueBackward => {
-                turn(self.at == At::Backward(0))?;
-                Ok((Some(At::End), vec![gradient(0)], vec![]))
+                first(self.at == At::Backward(0))?;
+                (Some(At::End), vec![gradient(0)], vec![])
             }
-            Work::Copy => Err("is a copy".into()),
-        }
+            Work::Copy => return Err("is a copy".into()),
+        };
+        Ok(Turn { then, reads, writes })
     }
 
     fn end(&self) -> Result<(), String> {
