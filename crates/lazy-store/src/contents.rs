@@ -9,7 +9,7 @@ use crate::device::DeviceCopy;
 use crate::error::StoreError;
 use crate::lanes::Kind;
 use crate::spill::StagedCopy as _;
-use crate::store::{Extent, Store, Submission};
+use crate::store::{Event, Extent, Store, Submission};
 use crate::work::{Kept, Views, Work};
 
 impl Store {
@@ -21,7 +21,27 @@ impl Store {
     /// [`StoreError::OutOfBudget`], and those of [`Store::submit`].
     pub fn put(&self, name: impl Into<Arc<str>>, tier: Tier, bytes: Vec<u8>) -> Result<Extent, StoreError> {
         let extent = self.reserve(tier, Bytes(bytes.len() as u64))?;
-        let (writes, spill) = ([&extent], self.inner().spill.clone());
+        self.overwrite(name, &extent, bytes)?;
+        Ok(extent)
+    }
+
+    /// Queues the copying of `bytes` into an extent of as many, as [`Store::put`] does.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::CopyLength`] for another number of bytes, and those of [`Store::submit`].
+    pub fn overwrite(
+        &self,
+        name: impl Into<Arc<str>>,
+        extent: &Extent,
+        bytes: Vec<u8>,
+    ) -> Result<Event, StoreError> {
+        let (tier, name) = (extent.tier(), name.into());
+        let (from, to) = (Bytes(bytes.len() as u64), extent.bytes());
+        if from != to {
+            return Err(StoreError::CopyLength { task: name.to_string(), from, to });
+        }
+        let (writes, spill) = ([extent], self.inner().spill.clone());
         let lane = match tier {
             Tier::Hbm => Lane::H2d,
             Tier::Host => Lane::Compute,
@@ -48,8 +68,29 @@ impl Store {
                 access.write(0).copy_from_slice(&bytes);
                 Ok(())
             }),
-        }?;
-        Ok(extent)
+        }
+    }
+
+    /// Queues a task on `lane` that sets every byte of an extent in HBM or host RAM.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NotInMemory`] for an NVMe extent, [`StoreError::Foreign`].
+    pub fn fill(
+        &self,
+        name: impl Into<Arc<str>>,
+        lane: Lane,
+        extent: &Extent,
+        value: u8,
+    ) -> Result<Event, StoreError> {
+        let name = name.into();
+        if extent.tier() == Tier::Nvme {
+            return Err(StoreError::NotInMemory { task: name.to_string(), tier: Tier::Nvme });
+        }
+        let on_stream = extent.tier() == Tier::Hbm && self.inner().device.is_some();
+        let kind = if on_stream { Kind::Stream } else { Kind::Host };
+        let task = Submission { writes: &[extent], ..Submission::new(lane, name) };
+        self.enqueue(task, kind, Work::Fill { value, on_stream })
     }
 
     /// Waits for what writes an extent, and gives a copy of its bytes.

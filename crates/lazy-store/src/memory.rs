@@ -198,6 +198,16 @@ impl StreamAccess<'_> {
         self.stream
     }
 
+    /// The extents among the reads, in their order. Empty where the task also writes that extent.
+    pub fn reads(&self) -> impl ExactSizeIterator<Item = DeviceRange> {
+        self.reads.iter().map(|view| view.range())
+    }
+
+    /// The extents among the writes, in their order.
+    pub fn writes(&self) -> impl ExactSizeIterator<Item = DeviceRange> {
+        self.writes.iter().map(|view| view.range())
+    }
+
     /// The `i`-th extent among the reads. Empty where the task also writes that extent.
     pub fn read(&self, i: usize) -> DeviceRange {
         self.reads[i].range()

@@ -120,6 +120,8 @@ pub(crate) enum Work {
     Routine { routine: Arc<dyn Routine>, item: usize },
     /// Copies what is read to what is written, both in memory.
     Copy,
+    /// Sets every byte of what is written, in memory; that of a device on its stream.
+    Fill { value: u8, on_stream: bool },
     /// Moves bytes between memory and the spill files, at `offset` there.
     Spill { op: Op, offset: u64, way: Way },
 }
@@ -173,6 +175,17 @@ impl Job {
                     // streams.
                     unsafe { device.copy(device.stream(lane), from.start(), to.start(), to.len()) }?;
                 }
+            }
+            (Work::Fill { value, on_stream: true }, Some(device)) => {
+                for view in &views.writes {
+                    // SAFETY: as above.
+                    unsafe { device.fill(device.stream(lane), view.start(), view.len(), value) }?;
+                }
+            }
+            (Work::Fill { value, .. }, _) => {
+                // SAFETY: as above.
+                let mut access = unsafe { views.access() };
+                access.split().1.for_each(|bytes| bytes.fill(value));
             }
             (Work::Spill { op, offset, way }, device) => {
                 let spill = inner.spill.as_ref().ok_or(StoreError::NoNvme)?;

@@ -176,3 +176,24 @@ fn an_in_place_update_sees_what_it_updates() {
     let twice = store.submit(task(Lane::Compute, "twice", &[], &[&sum, &sum]), |_| Ok(())).unwrap_err();
     assert!(matches!(twice, StoreError::WrittenTwice { .. }));
 }
+
+#[test]
+fn an_extent_is_overwritten_and_filled_and_says_what_does_not_fit() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (hbm, host) = (Bytes(4096), Bytes(4096));
+    let nvme = Some(NvmeOptions::new(dir.path(), Bytes(8192)));
+    let store = Store::open(StoreOptions { hbm, host, nvme, ..StoreOptions::default() }).unwrap();
+    for tier in Tier::ALL {
+        let extent = store.put("first", tier, vec![1; 100]).unwrap();
+        store.overwrite("second", &extent, vec![2; 100]).unwrap();
+        assert_eq!(store.get(&extent).unwrap(), [2; 100]);
+        assert!(matches!(store.overwrite("long", &extent, vec![3; 101]), Err(StoreError::CopyLength { .. })));
+        match tier {
+            Tier::Nvme => assert!(store.fill("zero", Lane::Compute, &extent, 0).is_err()),
+            _ => {
+                store.fill("seven", Lane::Compute, &extent, 7).unwrap();
+                assert_eq!(store.get(&extent).unwrap(), [7; 100]);
+            }
+        }
+    }
+}
