@@ -1,6 +1,7 @@
-//! Where the extents of one tier lie. Pure bookkeeping: no memory is touched here.
+//! Where the extents of one tier lie. Pure bookkeeping: no memory is touched here, and none is taken once the lists have
+//! grown to what is live at once. They are short: hundreds of ranges, whose shifting costs less than the nodes of a tree.
 
-use std::collections::BTreeMap;
+use std::ops::Range;
 
 use lazy_model::{Bytes, Tier};
 
@@ -23,11 +24,14 @@ pub(crate) struct Arena {
     alignment: u64,
     /// Lengths are padded to a multiple of this.
     padding: u64,
-    /// Start to end of every live extent that is not empty.
-    live: BTreeMap<u64, u64>,
+    /// Every live extent that is not empty, by where it starts.
+    live: Vec<Range<u64>>,
     live_bytes: u64,
     peak: u64,
+    /// Disjoint, in no order.
     leftovers: Vec<Leftover>,
+    /// Empty: the room of the list that the other one replaced.
+    spare: Vec<Leftover>,
     mutant: Mutant,
 }
 
@@ -45,10 +49,11 @@ impl Arena {
             budget: budget.get(),
             alignment,
             padding,
-            live: BTreeMap::new(),
+            live: Vec::new(),
             live_bytes: 0,
             peak: 0,
             leftovers: Vec::new(),
+            spare: Vec::new(),
             mutant: Mutant::default(),
         }
     }
@@ -78,7 +83,7 @@ impl Arena {
     pub(crate) fn reserve(&mut self, bytes: Bytes, done: &Clock) -> Result<Reserved, StoreError> {
         let wanted = self.padded(bytes);
         let (mut start, mut longest) = (0, 0);
-        let ends = self.live.iter().map(|(s, e)| (*s, *e)).chain([(self.budget, self.budget)]);
+        let ends = self.live.iter().map(|range| (range.start, range.end)).chain([(self.budget, self.budget)]);
         for (next_start, next_end) in ends {
             let free = next_start.saturating_sub(start);
             if wanted <= free {
@@ -116,11 +121,11 @@ impl Arena {
             }
         };
         // Live ranges do not overlap, so the last one that starts before our end is the only one to look at.
-        if let Some((&other_offset, &other_end)) = self.live.range(..end).next_back()
+        if let Some(other) = self.place(end).checked_sub(1).map(|last| &self.live[last])
             && wanted > 0
-            && other_end > offset
+            && other.end > offset
         {
-            let (wanted, other) = (Bytes(wanted), Bytes(other_end - other_offset));
+            let (wanted, other_offset, other) = (Bytes(wanted), other.start, Bytes(other.end - other.start));
             return Err(StoreError::Overlap { tier, offset, wanted, other_offset, other });
         }
         Ok(self.take(offset, wanted, done))
@@ -132,11 +137,19 @@ impl Arena {
         if occupied == 0 {
             return;
         }
-        self.live.remove(&offset);
-        self.live_bytes -= occupied;
+        let place = self.place(offset);
+        if self.live.get(place).is_some_and(|range| range.start == offset) {
+            self.live.remove(place);
+            self.live_bytes -= occupied;
+        }
         if !clock.reached_by(done) {
             self.leftovers.push(Leftover { start: offset, end: offset + occupied, clock });
         }
+    }
+
+    /// The place of the first live range that does not start before `offset`.
+    fn place(&self, offset: u64) -> usize {
+        self.live.partition_point(|range| range.start < offset)
     }
 
     fn padded(&self, bytes: Bytes) -> u64 {
@@ -147,7 +160,8 @@ impl Arena {
     fn take(&mut self, offset: u64, occupied: u64, done: &Clock) -> Reserved {
         let mut inherited = Clock::default();
         if occupied > 0 {
-            self.live.insert(offset, offset + occupied);
+            let place = self.place(offset);
+            self.live.insert(place, offset..offset + occupied);
             self.live_bytes += occupied;
             self.peak = self.peak.max(self.live_bytes);
             inherited = self.inherit(offset, offset + occupied, done);
@@ -158,7 +172,7 @@ impl Arena {
     /// Hands the events of former owners over, and leaves them on the parts of their ranges outside ours.
     fn inherit(&mut self, start: u64, end: u64, done: &Clock) -> Clock {
         let mut inherited = Clock::default();
-        let mut kept = Vec::with_capacity(self.leftovers.len() + 1);
+        let mut kept = std::mem::take(&mut self.spare);
         for left in self.leftovers.drain(..) {
             if left.clock.reached_by(done) {
                 continue;
@@ -176,7 +190,7 @@ impl Arena {
                 kept.push(Leftover { start: end, end: left.end, clock });
             }
         }
-        self.leftovers = kept;
+        self.spare = std::mem::replace(&mut self.leftovers, kept);
         inherited
     }
 }

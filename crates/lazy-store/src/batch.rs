@@ -9,24 +9,26 @@ use crate::drive;
 use crate::error::StoreError;
 use crate::io::Op;
 use crate::lanes::{Finished, Started};
-use crate::spill::{Transfer, Transfers};
-use crate::store::Inner;
+use crate::spill::{Spill, Transfer, Transfers};
+use crate::store::{Inner, State};
 
-/// Carries out the transfers at the head of a lane; `false` where there are none, or where they have to go one by one.
-pub(crate) fn run(inner: &Inner, lane: Lane) -> bool {
+/// What the head of a lane is, where that is transfers; nothing where they have to go one by one.
+pub(crate) fn operation<'a>(inner: &'a Inner, state: &State, lane: Lane) -> Option<(&'a Spill, Op)> {
     let op = match lane {
         Lane::NvmeRead => Op::Read,
         Lane::NvmeWrite => Op::Write,
-        _ => return false,
+        _ => return None,
     };
-    let Some(spill) = &inner.spill else { return false };
     // A limited link is slowed down task by task, and a seed picks single tasks.
-    if inner.limit(lane).is_some() || inner.seeded.is_some() || !inner.lock().lanes.transfer_is_next(lane) {
-        return false;
-    }
+    let together =
+        inner.limit(lane).is_none() && inner.seeded.is_none() && state.lanes.transfer_is_next(lane);
+    Some((inner.spill.as_deref().filter(|_| together)?, op))
+}
+
+/// Carries out the transfers at the head of a lane.
+pub(crate) fn run(inner: &Inner, lane: Lane, spill: &Spill, op: Op) {
     let mut batch = Batch { inner, lane, started: BTreeMap::new(), last_end: None };
     spill.carry_out(op, &mut batch);
-    true
 }
 
 /// The transfers of a lane that were started, oldest first.

@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use lazy_model::{Bytes, BytesPerSecond, Lane};
+use smallvec::SmallVec;
 
 use crate::batch;
 use crate::clock::{LANES, Token, slot};
@@ -44,17 +45,24 @@ pub(crate) fn spawn_completer(
 fn serve(inner: &Inner, lane: Lane) {
     // A thread that cannot use the device finds that out with its first task, which reports it.
     let _ = inner.device.as_ref().map(|device| device.bind());
-    while wait_for(inner, lane, Role::Starter) {
-        if !batch::run(inner, lane) {
-            start_next(inner, lane);
-        }
+    let mut state = inner.lock();
+    while let Some(ready) = wait_for(inner, state, lane, Role::Starter) {
+        state = match batch::operation(inner, &ready, lane) {
+            Some((spill, op)) => {
+                drop(ready);
+                batch::run(inner, lane, spill, op);
+                inner.lock()
+            }
+            None => start_next(inner, ready, lane),
+        };
     }
 }
 
 fn complete_all(inner: &Inner, device: &dyn Device, lane: Lane) {
     let _ = device.bind();
-    while wait_for(inner, lane, Role::Completer) {
-        complete_next(inner, device, lane);
+    let mut state = inner.lock();
+    while let Some(ready) = wait_for(inner, state, lane, Role::Completer) {
+        state = complete_next(inner, ready, device, lane);
     }
 }
 
@@ -109,7 +117,7 @@ pub(crate) struct Signals {
 pub(crate) struct Sleepers {
     starters: [bool; LANES],
     completers: [bool; LANES],
-    waiters: Vec<Target>,
+    waiters: SmallVec<[Target; 4]>,
 }
 
 impl Sleepers {
@@ -130,37 +138,75 @@ impl Signals {
     }
 }
 
-/// Gives the state back, then wakes those who have something to do now.
-pub(crate) fn announce(inner: &Inner, mut state: MutexGuard<'_, State>) {
-    let mut wake = [None; 2 * LANES];
-    let threads =
-        Lane::ALL.into_iter().flat_map(|lane| [Role::Starter, Role::Completer].map(|role| (role, lane)));
-    for (wake, (role, lane)) in wake.iter_mut().zip(threads) {
-        if *state.sleepers.thread(role, lane) && (state.closing || role.has_work(&state, lane)) {
-            // Said once: it is awake from here on, though it may not have the lock yet.
-            *state.sleepers.thread(role, lane) = false;
-            *wake = Some((role, lane));
+/// Who is to be woken, once the state is given back.
+#[derive(Default)]
+struct Wakes {
+    threads: [Option<(Role, Lane)>; 2 * LANES],
+    waiters: bool,
+}
+
+impl Wakes {
+    /// Those who have something to do now.
+    fn of(state: &mut State) -> Wakes {
+        let mut wakes = Wakes::default();
+        let threads =
+            Lane::ALL.into_iter().flat_map(|lane| [Role::Starter, Role::Completer].map(|role| (role, lane)));
+        for (wake, (role, lane)) in wakes.threads.iter_mut().zip(threads) {
+            if *state.sleepers.thread(role, lane) && (state.closing || role.has_work(state, lane)) {
+                // Said once: it is awake from here on, though it may not have the lock yet.
+                *state.sleepers.thread(role, lane) = false;
+                *wake = Some((role, lane));
+            }
         }
+        wakes.waiters = state.sleepers.waiters.iter().any(|target| target.reached(state));
+        wakes
     }
-    let wake_waiters = state.sleepers.waiters.iter().any(|target| target.reached(&state));
-    drop(state);
-    for (role, lane) in wake.into_iter().flatten() {
-        inner.signals.thread(role, lane).notify_one();
+
+    fn is_empty(&self) -> bool {
+        !self.waiters && self.threads.iter().all(Option::is_none)
     }
-    if wake_waiters {
-        inner.signals.waiters.notify_all();
+
+    fn notify(self, signals: &Signals) {
+        for (role, lane) in self.threads.into_iter().flatten() {
+            signals.thread(role, lane).notify_one();
+        }
+        if self.waiters {
+            signals.waiters.notify_all();
+        }
     }
 }
 
-/// Waits until there is something to do on a lane; `false` where there never will be.
-fn wait_for(inner: &Inner, lane: Lane, role: Role) -> bool {
-    let mut state = inner.lock();
+/// Gives the state back, then wakes those who have something to do now.
+pub(crate) fn announce(inner: &Inner, mut state: MutexGuard<'_, State>) {
+    let wakes = Wakes::of(&mut state);
+    drop(state);
+    wakes.notify(&inner.signals);
+}
+
+/// [`announce`], and takes the state again; where there is nobody to wake, without giving it back.
+fn announce_and_go_on<'a>(inner: &'a Inner, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    let wakes = Wakes::of(&mut state);
+    if wakes.is_empty() {
+        return state;
+    }
+    drop(state);
+    wakes.notify(&inner.signals);
+    inner.lock()
+}
+
+/// Waits until there is something to do on a lane; nothing where there never will be.
+fn wait_for<'a>(
+    inner: &'a Inner,
+    mut state: MutexGuard<'a, State>,
+    lane: Lane,
+    role: Role,
+) -> Option<MutexGuard<'a, State>> {
     loop {
         if role.has_work(&state, lane) {
-            return true;
+            return Some(state);
         }
         if state.closing && state.lanes.lane_idle(lane) {
-            return false;
+            return None;
         }
         *state.sleepers.thread(role, lane) = true;
         let woken = inner.signals.thread(role, lane).wait(state);
@@ -184,44 +230,49 @@ fn sleep_until<'a>(inner: &'a Inner, target: Target) -> MutexGuard<'a, State> {
 }
 
 /// Takes the next task of a lane, if it can be started, and runs it or puts it on its stream.
-fn start_next(inner: &Inner, lane: Lane) {
-    let mut state = inner.lock();
-    let Some(task) = state.lanes.start(lane) else { return };
+fn start_next<'a>(inner: &'a Inner, mut state: MutexGuard<'a, State>, lane: Lane) -> MutexGuard<'a, State> {
+    let Some(task) = state.lanes.start(lane) else { return state };
     let timed = state.lanes.base().is_some();
     drop(state);
-    match (task.kind, &inner.device) {
+    let state = match (task.kind, &inner.device) {
         (Kind::Stream, Some(device)) => {
             let issued = issue(inner, device, task, timed);
             let mut state = inner.lock();
             state.lanes.issue(issued);
-            announce(inner, state);
+            state
         }
         _ => {
             let finished = run(inner, task);
             let mut state = inner.lock();
             state.lanes.finish(finished);
-            announce(inner, state);
+            state
         }
-    }
+    };
+    announce_and_go_on(inner, state)
 }
 
 /// Waits for the oldest task in flight on a lane's stream, if there is one.
-fn complete_next(inner: &Inner, device: &dyn Device, lane: Lane) {
-    let state = inner.lock();
-    let Some((begin, end)) = state.lanes.oldest_in_flight(lane) else { return };
+fn complete_next<'a>(
+    inner: &'a Inner,
+    state: MutexGuard<'a, State>,
+    device: &dyn Device,
+    lane: Lane,
+) -> MutexGuard<'a, State> {
+    let Some((begin, end)) = state.lanes.oldest_in_flight(lane) else { return state };
     let base = state.lanes.base();
     drop(state);
     let (result, times) = completion(device, base, begin.as_deref(), end.as_deref());
     let now = Instant::now();
     let mut state = inner.lock();
     let Some(Issued { token, name, at, skipped, ticket, kept, .. }) = state.lanes.take_in_flight(lane) else {
-        return;
+        return state;
     };
     let result = result.map_err(|source| StoreError::Task { task: name.to_string(), lane, source });
     let (start, end) = times.unwrap_or((at, now));
     state.lanes.finish(Finished { token, start, end, result, skipped, ticket });
     announce(inner, state);
     let _ = catch_unwind(AssertUnwindSafe(|| drop(kept)));
+    inner.lock()
 }
 
 /// Waits for the end of a task, and says when it ran.
@@ -302,13 +353,13 @@ pub(crate) fn wait_until(inner: &Inner, target: Target) -> MutexGuard<'_, State>
         if target.reached(&state) || ready.is_empty() {
             return state;
         }
-        drop(state);
         match (ready[random.below(ready.len() as u64) as usize], &inner.device) {
-            (Choice::Complete(lane), Some(device)) => complete_next(inner, &**device, lane),
+            (Choice::Complete(lane), Some(device)) => drop(complete_next(inner, state, &**device, lane)),
             (Choice::Advance, Some(device)) => {
+                drop(state);
                 device.advance();
             }
-            (Choice::Start(lane), _) => start_next(inner, lane),
+            (Choice::Start(lane), _) => drop(start_next(inner, state, lane)),
             (_, None) => {}
         }
     }

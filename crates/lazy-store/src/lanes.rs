@@ -6,7 +6,7 @@
 //! completed, and completes when it returns. A stream task only puts work on the stream that a device has for its lane: it is
 //! issued as soon as what it waits for is issued (the stream does the waiting) and completes when the stream gets there.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -42,7 +42,8 @@ struct Queued {
     own: u64,
     /// The task of another lane whose completion it waited for last, while it was next in its own lane.
     blocked_on: Option<Token>,
-    record: u64,
+    /// Number of the record that becomes its span.
+    record: Option<u64>,
     job: Job,
 }
 
@@ -67,7 +68,7 @@ pub(crate) struct Started {
 /// What ties a running task to its span.
 #[derive(Clone, Copy)]
 pub(crate) struct Ticket {
-    record: u64,
+    record: Option<u64>,
     blocked_on: Option<Token>,
 }
 
@@ -120,6 +121,8 @@ struct Record {
     blocked_on: Option<Token>,
     /// Start and end, once it completed.
     ran: Option<(Instant, Instant)>,
+    /// Whether somebody has its span. It goes when all before it are taken.
+    taken: bool,
 }
 
 /// The queues of all lanes.
@@ -136,9 +139,10 @@ pub(crate) struct Lanes {
     /// Time origin of the spans; nothing is recorded before the first step.
     origin: Option<Instant>,
     base: Option<(Arc<Mark>, Instant)>,
-    /// By number of submission.
-    records: BTreeMap<u64, Record>,
-    next_record: u64,
+    /// In the order of submission. No gaps, so a number says where its record is.
+    records: VecDeque<Record>,
+    /// The number of the first of `records`, and of the next one where there is none.
+    first_record: u64,
 }
 
 /// The tasks that did not run because of a failure: on each lane, all from the first on.
@@ -189,16 +193,17 @@ impl Lanes {
         // A lane runs in order: what came before on the same one needs no wait, but for transfers that overtake each other.
         let own = waits.get(lane);
         waits.set(lane, 0);
-        let record = self.next_record;
-        self.next_record += 1;
-        if self.origin.is_some() {
+        let record = self.origin.is_some().then(|| {
             let name = Arc::clone(&name);
             let waits = (kind == Kind::Stream).then_some(waits);
             if self.records.len() >= MOST_RECORDS {
-                self.records.pop_first();
+                self.records.pop_front();
+                self.first_record += 1;
             }
-            self.records.insert(record, Record { token, name, bytes, waits, blocked_on: None, ran: None });
-        }
+            let record = Record { token, name, bytes, waits, blocked_on: None, ran: None, taken: false };
+            self.records.push_back(record);
+            self.first_record + self.records.len() as u64 - 1
+        });
         let queue = &mut self.queues[slot(lane)];
         queue.submitted = token.seq;
         queue.tasks.push_back(Queued { kind, name, bytes, waits, own, blocked_on: None, record, job });
@@ -317,7 +322,8 @@ impl Lanes {
         if let Err(error) = finished.result {
             self.failure.get_or_insert(error);
         }
-        if let Some(record) = self.records.get_mut(&finished.ticket.record) {
+        let record = finished.ticket.record.and_then(|number| number.checked_sub(self.first_record));
+        if let Some(record) = record.and_then(|place| self.records.get_mut(place as usize)) {
             record.ran = Some((finished.start, finished.end));
             record.blocked_on = finished.ticket.blocked_on;
         }
@@ -345,6 +351,7 @@ impl Lanes {
         let now = Instant::now();
         self.origin = Some(now);
         self.base = base.map(|mark| (Arc::new(mark), now));
+        self.first_record += self.records.len() as u64;
         self.records.clear();
     }
 
@@ -356,39 +363,38 @@ impl Lanes {
     /// Takes the spans of all completed tasks, in submission order.
     pub(crate) fn take_spans(&mut self) -> Vec<Span> {
         let Some(origin) = self.origin else { return Vec::new() };
-        let (done, pending): (BTreeMap<_, _>, BTreeMap<_, _>) =
-            std::mem::take(&mut self.records).into_iter().partition(|(_, r)| r.ran.is_some());
-        self.records = pending;
-        let done: Vec<Record> = done.into_values().collect();
-        let places: HashMap<Token, usize> = done.iter().enumerate().map(|(i, r)| (r.token, i)).collect();
-        let blocked_on: Vec<Option<usize>> =
-            done.iter().map(|record| blocked_on(record, &done, &places)).collect();
         let since = |at: Instant| Seconds(at.saturating_duration_since(origin).as_secs_f64());
-        done.into_iter()
-            .zip(blocked_on)
-            .filter_map(|(r, blocked_on)| {
-                let (start, end) = r.ran?;
-                Some(Span {
-                    name: r.name,
-                    lane: r.token.lane,
-                    start: since(start),
-                    end: since(end),
-                    bytes: r.bytes,
-                    blocked_on,
-                })
+        let done = || self.records.iter().filter(|record| record.ran.is_some() && !record.taken);
+        let mut places = HashMap::with_capacity(self.records.len());
+        places.extend(done().enumerate().map(|(place, record)| (record.token, (place, record))));
+        let mut spans = Vec::with_capacity(places.len());
+        spans.extend(done().filter_map(|record| {
+            let (start, end) = record.ran?;
+            Some(Span {
+                name: Arc::clone(&record.name),
+                lane: record.token.lane,
+                start: since(start),
+                end: since(end),
+                bytes: record.bytes,
+                blocked_on: blocked_on(record, &places),
             })
-            .collect()
+        }));
+        self.records.iter_mut().for_each(|record| record.taken = record.ran.is_some());
+        while self.records.pop_front_if(|record| record.taken).is_some() {
+            self.first_record += 1;
+        }
+        spans
     }
 }
 
 /// The place of the task that `record` waited for last, where that ended after its own lane was free.
-fn blocked_on(record: &Record, done: &[Record], places: &HashMap<Token, usize>) -> Option<usize> {
+fn blocked_on(record: &Record, done: &HashMap<Token, (usize, &Record)>) -> Option<usize> {
     let Some(waits) = record.waits else {
-        return record.blocked_on.and_then(|token| places.get(&token).copied());
+        return Some(done.get(&record.blocked_on?)?.0);
     };
     let end = |token: Token| {
-        let place = *places.get(&token)?;
-        Some((done[place].ran?.1, place))
+        let (place, record) = done.get(&token)?;
+        Some((record.ran?.1, *place))
     };
     let waited = Lane::ALL.into_iter().filter_map(|lane| end(Token { lane, seq: waits.get(lane) }));
     let (last, place) = waited.max()?;

@@ -2,13 +2,13 @@
 //! ahead, for every order; and what is left of an earlier step.
 
 use std::collections::VecDeque;
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use lazy_store::mutants::{Source, Wait};
 use lazy_store::{
-    Access, Bytes, BytesPerSecond, Event, Extent, Lane, LinkLimits, QueueOrder, Store, StoreError,
-    StoreOptions, Submission, Tier,
+    Access, BoxError, Bytes, BytesPerSecond, Event, Extent, Lane, LinkLimits, QueueOrder, Routine, Store,
+    StoreError, StoreOptions, Submission, Tier,
 };
 
 use crate::deep;
@@ -30,6 +30,17 @@ struct Toy<'a> {
     delays: bool,
 }
 
+/// A routine with one item, which is done once.
+struct Once<F>(Mutex<Option<F>>);
+
+impl<F: FnOnce(&mut Access<'_>) + Send> Routine for Once<F> {
+    fn run(&self, _item: usize, access: &mut Access<'_>) -> Result<(), BoxError> {
+        let run = self.0.lock().unwrap().take().ok_or("it ran twice")?;
+        run(access);
+        Ok(())
+    }
+}
+
 impl Toy<'_> {
     fn submit(
         &mut self,
@@ -47,9 +58,9 @@ impl Toy<'_> {
                 std::thread::sleep(pause);
             }
             work(access);
-            Ok(())
         };
-        self.store.submit(task, run).unwrap()
+        let routine: Arc<dyn Routine> = Arc::new(Once(Mutex::new(Some(run))));
+        self.store.submit_routine(task, &routine, 0).unwrap()
     }
 
     fn hbm(&self) -> Extent {

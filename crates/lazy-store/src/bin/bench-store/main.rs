@@ -22,6 +22,7 @@ mod raw;
 mod rows;
 mod side;
 mod stats;
+mod tasks;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -61,6 +62,7 @@ fn main() -> Outcome<()> {
     scratch::sweep(&flags.dir).map_err(|error| error.to_string())?;
     let run = RunDir::create(&flags.dir).map_err(|error| error.to_string())?;
     let mut rows = bookkeeping::rows(flags.pairs)?;
+    rows.extend(tasks::rows(flags.pairs)?);
     rows.extend(Bench::new(&flags, run.path())?.rows()?);
     let text = format!("{:#}\n", Value::from(rows));
     std::io::stdout().write_all(text.as_bytes()).map_err(|error| format!("cannot print: {error}"))
