@@ -3,17 +3,21 @@
 use std::fmt;
 
 use lazy_model::Bytes;
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapMut};
 
 use crate::error::StoreError;
 
 /// Addresses are multiples of this: the coarsest granularity of direct files that is tried.
 pub(crate) const ADDRESS: usize = 1 << 16;
 
+/// Buffers of at least this length are asked to lie in large pages: a drive that is given its requests page by page can be
+/// several times slower, and takes the more of the CPU. Shorter ones would take far more memory than they use.
+const LARGE: usize = 1 << 20;
+
 /// Zeroed memory at an address that suits any file. Its length suits the files it was made for: a multiple of their
 /// alignment.
 pub struct AlignedBuf {
-    /// Longer by [`ADDRESS`], and of that only address space is taken. Absent where the length is zero.
+    /// Longer by [`ADDRESS`]. Absent where the length is zero.
     map: Option<MmapMut>,
     /// Where the bytes begin in it.
     start: usize,
@@ -37,6 +41,10 @@ impl AlignedBuf {
         }
         let mapped = bytes.checked_add(ADDRESS).ok_or_else(too_many)?;
         let map = MmapMut::map_anon(mapped).map_err(refused)?;
+        if bytes >= LARGE {
+            // Without large pages everything works.
+            let _ = map.advise(Advice::HugePage);
+        }
         let start = map.as_ptr().addr().next_multiple_of(ADDRESS) - map.as_ptr().addr();
         Ok(AlignedBuf { map: Some(map), start, most: bytes, len: bytes })
     }

@@ -1,14 +1,14 @@
 //! Durable files: preallocated, read and written at offsets through the store's I/O back ends, flushed, linked and
 //! renamed. They lie in a caller's folder, which is never swept.
 
+mod transfers;
+
 use std::fmt;
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
-use std::time::Instant;
 
 use lazy_model::Bytes;
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
@@ -18,13 +18,12 @@ pub use crate::buffer::AlignedBuf;
 use crate::error::StoreError;
 use crate::io::hooks::{Change, Hooks};
 use crate::io::make::{create, make_private_dir};
-use crate::io::note::Watch;
-use crate::io::slots::Slots;
 use crate::io::stripes::{OpenFile, Stripes};
-use crate::io::transfer::{Engine, Job, Memory};
-use crate::io::{Op, Queue, fs, probe};
+use crate::io::{Op, fs, probe};
 pub use crate::options::IoOptions;
 use crate::options::NvmeMode;
+pub use transfers::Pending;
+use transfers::Worker;
 
 /// A folder of durable files. Cheap to clone.
 #[derive(Clone)]
@@ -38,15 +37,6 @@ pub struct DurableFile {
     file: Arc<Opened>,
     dir: Arc<Dir>,
 }
-
-/// A transfer in flight, which owns its buffer. Dropping it waits for its end.
-#[must_use = "a transfer's result is known only after `wait`"]
-pub struct Pending {
-    receiver: Option<Receiver<Finished>>,
-}
-
-/// What a worker reports: the buffer, the result, and when it began and ended.
-type Finished = (AlignedBuf, Result<(), StoreError>, Instant, Instant);
 
 struct Dir {
     path: PathBuf,
@@ -62,78 +52,11 @@ struct Dir {
 struct Opened {
     files: Arc<Stripes>,
     len: u64,
+    /// Tells files apart, by whatever names and however often they were opened.
+    inode: u64,
     /// A flush failed: what was written since the last good one may be gone. Locked while a flush runs, because the
     /// system reports a failure to one of several flushes at once.
     sync_failed: Mutex<bool>,
-}
-
-struct Order {
-    file: Arc<Opened>,
-    offset: u64,
-    buffer: AlignedBuf,
-    done: SyncSender<Finished>,
-}
-
-/// A thread with a request queue of its own, for one direction.
-struct Worker {
-    op: Op,
-    jobs: Option<SyncSender<Order>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Worker {
-    fn start(op: Op, queue: Box<dyn Queue>, depth: usize) -> Result<Self, StoreError> {
-        let (jobs, received) = sync_channel::<Order>(depth.max(1));
-        let name = format!("lazy durable {}", op.name());
-        let run = move || {
-            let mut engine = Engine::new(queue, op, Slots::none());
-            for Order { file, offset, mut buffer, done } in received {
-                let memory = match op {
-                    Op::Read => Memory::Read(buffer.as_mut_slice()),
-                    Op::Write => Memory::Write(buffer.as_slice()),
-                };
-                let started = Instant::now();
-                let job = Job { files: Arc::clone(&file.files), offset, memory, watch: Watch::default() };
-                let result = engine.one(job).map(|_| ());
-                // Nobody waits for an operation whose handle was leaked.
-                let _ = done.send((buffer, result, started, Instant::now()));
-            }
-        };
-        let thread = std::thread::Builder::new()
-            .name(name.clone())
-            .spawn(run)
-            .map_err(|e| StoreError::Worker { name, reason: e.to_string() })?;
-        Ok(Worker { op, jobs: Some(jobs), thread: Some(thread) })
-    }
-
-    /// Queues a job; waits while the queue is full.
-    fn submit(&self, file: &Arc<Opened>, offset: u64, buffer: AlignedBuf) -> Pending {
-        let (done, receiver) = sync_channel(1);
-        let order = Order { file: Arc::clone(file), offset, buffer, done };
-        match self.jobs.as_ref().map(|jobs| jobs.send(order)) {
-            Some(Ok(())) => Pending { receiver: Some(receiver) },
-            Some(Err(refused)) => Pending::failed(refused.0.buffer, self.gone()),
-            // Only while the folder is being dropped, and then nobody holds a file of it.
-            None => Pending { receiver: None },
-        }
-    }
-
-    fn gone(&self) -> StoreError {
-        worker_gone(self.op.name())
-    }
-}
-
-fn worker_gone(what: &str) -> StoreError {
-    StoreError::Worker { name: format!("lazy durable {what}"), reason: "it ended early".to_owned() }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
 }
 
 /// Makes a folder, private to the user, unless it is there already; what was made survives a power cut.
@@ -216,7 +139,7 @@ impl DurableDir {
             file.sync_all().map_err(|e| StoreError::file("flush", &path, e))?;
             Ok(file)
         })?;
-        Ok(self.opened(file, path, len.get()))
+        self.opened(file, path)
     }
 
     /// Opens a file for reading and writing. A symbolic link is refused.
@@ -233,8 +156,7 @@ impl DurableDir {
         let fd = rustix::fs::openat(&self.inner.folder, name, flags, Mode::empty())
             .map_err(|e| StoreError::file("open", &path, e))?;
         let file = File::from(fd);
-        let len = file.metadata().map_err(|e| StoreError::file("ask for the length of", &path, e))?.len();
-        Ok(self.opened(file, path, len))
+        self.opened(file, path)
     }
 
     /// Whether something of that name exists.
@@ -329,11 +251,13 @@ impl DurableDir {
         self.inner.hooks.carry_out(&self.inner.path, change, act)
     }
 
-    fn opened(&self, file: File, path: PathBuf, len: u64) -> DurableFile {
+    fn opened(&self, file: File, path: PathBuf) -> Result<DurableFile, StoreError> {
+        let metadata = file.metadata().map_err(|e| StoreError::file("ask for the length of", &path, e))?;
+        let (len, inode) = (metadata.len(), metadata.ino());
         let NvmeMode { granularity, alignment, .. } = self.inner.mode;
         let files = Arc::new(Stripes::one(OpenFile::new(file, path, granularity), alignment));
-        let file = Opened { files, len, sync_failed: Mutex::new(false) };
-        DurableFile { file: Arc::new(file), dir: Arc::clone(&self.inner) }
+        let file = Opened { files, len, inode, sync_failed: Mutex::new(false) };
+        Ok(DurableFile { file: Arc::new(file), dir: Arc::clone(&self.inner) })
     }
 
     fn named(&self, name: &str) -> Result<PathBuf, StoreError> {
@@ -360,12 +284,14 @@ impl Dir {
 }
 
 impl DurableFile {
-    /// Starts to fill `buffer` from `offset`. Waits while too many reads are queued.
+    /// Starts to fill `buffer` from `offset`. Waits while too many reads are queued. Transfers are under way together, as far
+    /// as [`IoOptions::depth`] goes; a read that has to see a write is started after that was waited for.
     pub fn read_at(&self, offset: u64, buffer: AlignedBuf) -> Pending {
         self.submit(&self.dir.reader, offset, buffer)
     }
 
-    /// Starts to write `buffer` at `offset`. Waits while too many writes are queued.
+    /// Starts to write `buffer` at `offset`. Waits while too many writes are queued. Of writes to the same bytes, the last one
+    /// started is what stays.
     pub fn write_at(&self, offset: u64, buffer: AlignedBuf) -> Pending {
         self.submit(&self.dir.writer, offset, buffer)
     }
@@ -413,45 +339,6 @@ impl DurableFile {
     }
 }
 
-impl Pending {
-    fn failed(buffer: AlignedBuf, error: StoreError) -> Self {
-        let (done, receiver) = sync_channel(1);
-        // There is room for one, and the receiver is here.
-        let now = Instant::now();
-        let _ = done.send((buffer, Err(error), now, now));
-        Pending { receiver: Some(receiver) }
-    }
-
-    /// Waits for the transfer's end; gives the buffer back with its result. After a failed read its bytes are arbitrary.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError::BadRange`], [`StoreError::Io`] or [`StoreError::Short`].
-    pub fn wait(self) -> (AlignedBuf, Result<(), StoreError>) {
-        let (buffer, result, ..) = self.wait_timed();
-        (buffer, result)
-    }
-
-    /// As [`Pending::wait`], and says when the transfer began, after those queued before it, and when it ended.
-    pub fn wait_timed(mut self) -> (AlignedBuf, Result<(), StoreError>, Instant, Instant) {
-        match self.receiver.take().map(|receiver| receiver.recv()) {
-            Some(Ok(done)) => done,
-            _ => {
-                let now = Instant::now();
-                (AlignedBuf::none(), Err(worker_gone("worker")), now, now)
-            }
-        }
-    }
-}
-
-impl Drop for Pending {
-    fn drop(&mut self) {
-        if let Some(receiver) = self.receiver.take() {
-            let _ = receiver.recv();
-        }
-    }
-}
-
 impl fmt::Debug for DurableDir {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({})", self.inner.path.display(), self.inner.mode)
@@ -461,11 +348,5 @@ impl fmt::Debug for DurableDir {
 impl fmt::Debug for DurableFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {}", self.path().display(), self.len())
-    }
-}
-
-impl fmt::Debug for Pending {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("transfer in flight")
     }
 }

@@ -128,6 +128,42 @@ fn t5_dropping_a_transfer_waits_for_it() {
     }
 }
 
+#[test]
+fn of_writes_to_the_same_bytes_the_last_one_started_stays() {
+    const BLOCKS: u64 = 64;
+    for backend in [BackendChoice::Uring, BackendChoice::Posix] {
+        let folder = folder();
+        let dir = DurableDir::open(folder.path(), &IoOptions { backend, ..IoOptions::default() }).unwrap();
+        let block = dir.alignment() as u64;
+        let file = dir.create_file("a", Bytes(BLOCKS * block)).unwrap();
+        // The same file by another handle.
+        let again = dir.open_file("a").unwrap();
+        let mut wanted = vec![0; BLOCKS as usize];
+        let mut random = 1_u64;
+        let mut draw = |below: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) % below
+        };
+        for round in 0..20 {
+            let mut writes = Vec::new();
+            for i in 0..50 {
+                let first = draw(BLOCKS);
+                let count = 1 + draw((BLOCKS - first).min(9));
+                let byte = (round * 50 + i) as u8;
+                let handle = if draw(2) == 0 { &file } else { &again };
+                writes.push(handle.write_at(first * block, filled(count * block, |_| byte)));
+                wanted[first as usize..(first + count) as usize].fill(byte);
+            }
+            writes.into_iter().for_each(|write| write.wait().1.unwrap());
+            let (buffer, result) = file.read_at(0, AlignedBuf::zeroed(Bytes(BLOCKS * block)).unwrap()).wait();
+            result.unwrap();
+            for (i, bytes) in buffer.as_slice().chunks_exact(block as usize).enumerate() {
+                assert!(bytes.iter().all(|&b| b == wanted[i]), "block {i}, round {round}, {}", dir.mode());
+            }
+        }
+    }
+}
+
 /// T7: more operations than any queue holds.
 #[test]
 fn t7_hundreds_of_operations_in_flight_wait_for_room_in_the_queue_and_none_is_lost() {

@@ -122,6 +122,7 @@ pub(crate) struct State {
     rates: [u64; 3],
     space: Option<u64>,
     reorder: bool,
+    most_in_flight: usize,
     journal: Journal,
 }
 
@@ -204,6 +205,11 @@ impl Faults {
         self.lock().reorder = true;
     }
 
+    /// The most requests that were in flight at once in one direction.
+    pub fn most_in_flight(&self) -> usize {
+        self.lock().most_in_flight
+    }
+
     /// Leaves in the folders what a power cut at this point may leave, and switches the power on again: unflushed writes
     /// are kept, dropped or torn at 512 bytes; of unflushed changes of a folder, a first part is kept. All handles of the
     /// folders have to be dropped before.
@@ -264,6 +270,7 @@ impl State {
             rates: [0; 3],
             space: None,
             reorder: false,
+            most_in_flight: 0,
             journal: Journal::default(),
         }
     }

@@ -122,6 +122,8 @@ impl Queue for FaultQueue {
         // SAFETY: the caller's promise is passed on: `wait` reports the completion after the inner queue has.
         unsafe { self.inner.start(request) }?;
         self.started.insert(tag, Started { op, fault, memory, offset, before });
+        let mut state = self.faults.lock();
+        state.most_in_flight = state.most_in_flight.max(self.started.len());
         Ok(())
     }
 

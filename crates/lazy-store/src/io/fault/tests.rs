@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use lazy_model::Bytes;
 
 use super::{Fault, Faults, Operation};
-use crate::durable::{AlignedBuf, DurableDir, DurableFile, IoOptions};
+use crate::durable::{AlignedBuf, DurableDir, DurableFile, IoOptions, Pending};
 use crate::error::StoreError;
 use crate::options::{BackendChoice, Checksum, DirectChoice, NvmeOptions, StoreOptions};
 use crate::{Lane, Store, Submission, Tier};
@@ -252,6 +252,82 @@ fn operations_are_listed_in_order() {
     assert_eq!(operations[8], Operation::SyncData { name: "new".into() });
     assert_eq!(operations[9], Operation::Rename { from: "new".into(), to: "current".into() });
     assert_eq!(operations[10], Operation::SyncDir);
+}
+
+/// Files of 16 blocks of one request each, for each back end.
+fn with_blocks(check: impl Fn(&Faults, &DurableFile, u64)) {
+    for backend in [BackendChoice::Uring, BackendChoice::Posix] {
+        let (folder, faults) = (folder(), Faults::new(1));
+        let options = IoOptions { backend, depth: 8, ..IoOptions::default() };
+        let dir = DurableDir::open_with_faults(folder.path(), &options, &faults).unwrap();
+        let block = dir.alignment() as u64;
+        check(&faults, &dir.create_file("a", Bytes(16 * block)).unwrap(), block);
+    }
+}
+
+#[test]
+fn transfers_of_one_file_are_under_way_together_in_each_direction() {
+    with_blocks(|faults, file, block| {
+        let write = |i: u64| file.write_at(i * block, filled(block, i as usize));
+        let read = |i: u64| file.read_at(i * block, AlignedBuf::zeroed(Bytes(block)).unwrap());
+        for start in [&write as &dyn Fn(u64) -> Pending, &read] {
+            faults.reset(1);
+            // A worker may be done with each transfer before it is given the next one, but not every time.
+            for _ in 0..10_000 {
+                let pending: Vec<_> = (0..16).map(start).collect();
+                for (i, one) in pending.into_iter().enumerate() {
+                    let (buffer, result) = one.wait();
+                    result.unwrap();
+                    assert!(buffer.as_slice() == filled(block, i).as_slice(), "block {i}");
+                }
+                if faults.most_in_flight() > 1 {
+                    break;
+                }
+            }
+            assert!((2..=8).contains(&faults.most_in_flight()), "{}", faults.most_in_flight());
+        }
+    });
+}
+
+#[test]
+fn one_failure_among_transfers_under_way_together_is_its_own() {
+    with_blocks(|faults, file, block| {
+        faults.reorder();
+        for failing in 0..16 {
+            faults.on_write(failing, Fault::Io);
+            let writes: Vec<_> = (0..16).map(|i| file.write_at(i * block, filled(block, 7))).collect();
+            let failed = writes.into_iter().map(|one| one.wait()).filter(|(buffer, result)| {
+                assert!(buffer.as_slice() == filled(block, 7).as_slice());
+                matches!(result, Err(StoreError::Io { .. }))
+            });
+            assert_eq!(failed.count(), 1);
+        }
+    });
+}
+
+#[test]
+fn t5_t12_transfers_under_way_together_survive_short_late_and_interrupted_requests() {
+    with_file(|faults, file| {
+        faults.rates(300, 100, 200);
+        faults.reorder();
+        let len = LEN / 8;
+        for round in 0..4 {
+            let seed = |i: u64| i as usize * 3 + round;
+            let start = |i| file.write_at(i * len, filled(len, seed(i)));
+            let writes: Vec<_> = (0..8).map(start).collect();
+            // Reads of what lies there, which may be old or new, at the same time.
+            let start = |i| file.read_at(i * len, AlignedBuf::zeroed(Bytes(len)).unwrap());
+            let reads: Vec<_> = (0..8).map(start).collect();
+            reads.into_iter().for_each(|read| read.wait().1.unwrap());
+            writes.into_iter().for_each(|write| write.wait().1.unwrap());
+            let reads: Vec<_> = (0..8).map(start).collect();
+            for (i, read) in (0..).zip(reads) {
+                let (buffer, result) = read.wait();
+                result.unwrap();
+                assert!(buffer.as_slice() == filled(len, seed(i)).as_slice(), "part {i}, round {round}");
+            }
+        }
+    });
 }
 
 /// A store whose spill file goes through `faults`.
