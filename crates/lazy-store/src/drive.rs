@@ -263,6 +263,7 @@ fn complete_next<'a>(
     drop(state);
     let (result, times) = completion(device, base, begin.as_deref(), end.as_deref());
     let now = Instant::now();
+    drop((begin, end));
     let mut state = inner.lock();
     let Some(Issued { token, name, at, skipped, ticket, kept, .. }) = state.lanes.take_in_flight(lane) else {
         return state;
@@ -302,7 +303,7 @@ fn completion(
 
 /// Puts one task on its stream, outside the lock.
 fn issue(inner: &Inner, device: &Arc<dyn Device>, task: Started, timed: bool) -> Issued {
-    let Started { token, marks, name, job, skip, ticket, .. } = task;
+    let Started { token, marks, spare: [spare_begin, spare_end], name, job, skip, ticket, .. } = task;
     let at = Instant::now();
     let kept = Kept::Nothing;
     let mut issued =
@@ -313,11 +314,21 @@ fn issue(inner: &Inner, device: &Arc<dyn Device>, task: Started, timed: bool) ->
     }
     let stream = device.stream(token.lane);
     let failed = |source| StoreError::Task { task: issued.name.to_string(), lane: token.lane, source };
-    let place = || Ok::<_, BoxError>(Arc::new(Arc::clone(device).mark(stream)?));
+    let place = |spare: Option<Arc<Mark>>| {
+        let mark = Arc::clone(device).mark(stream)?;
+        // One that somebody still waits for stays as it is.
+        if let Some(mut spare) = spare
+            && let Some(room) = Arc::get_mut(&mut spare)
+        {
+            *room = mark;
+            return Ok::<_, BoxError>(spare);
+        }
+        Ok(Arc::new(mark))
+    };
     let begun = device
         .bind()
         .and_then(|()| marks.iter().try_for_each(|mark| device.wait(stream, mark)))
-        .and_then(|()| if timed { place().map(Some) } else { Ok(None) });
+        .and_then(|()| if timed { place(spare_begin).map(Some) } else { Ok(None) });
     let result = match begun {
         Ok(begin) => {
             issued.begin = begin;
@@ -330,7 +341,7 @@ fn issue(inner: &Inner, device: &Arc<dyn Device>, task: Started, timed: bool) ->
         }
     };
     // Whatever the task put on the stream before it failed is waited for, too. It may have made another device current.
-    let end = device.bind().and_then(|()| place()).inspect_err(|_| device.drain(stream));
+    let end = device.bind().and_then(|()| place(spare_end)).inspect_err(|_| device.drain(stream));
     issued.result = result.and_then(|()| {
         issued.end = Some(end.map_err(|source| StoreError::Task {
             task: issued.name.to_string(),

@@ -56,6 +56,8 @@ pub(crate) struct Started {
     pub(crate) token: Token,
     /// What its stream has to wait for: the tasks of other streams that were issued and have not completed.
     pub(crate) marks: Marks,
+    /// Room for the marks of its own begin and end, where there is any; the begin is marked for its time only.
+    pub(crate) spare: [Option<Arc<Mark>>; 2],
     pub(crate) name: Arc<str>,
     pub(crate) bytes: Bytes,
     /// Dropped without running where an earlier failure is latched.
@@ -139,6 +141,8 @@ pub(crate) struct Lanes {
     /// Time origin of the spans; nothing is recorded before the first step.
     origin: Option<Instant>,
     base: Option<(Arc<Mark>, Instant)>,
+    /// Marks of completed tasks, whose memory the next ones take.
+    spare: Vec<Arc<Mark>>,
     /// In the order of submission. No gaps, so a number says where its record is.
     records: VecDeque<Record>,
     /// The number of the first of `records`, and of the next one where there is none.
@@ -239,8 +243,12 @@ impl Lanes {
             Kind::Host => Marks::new(),
             Kind::Stream => Lane::ALL.into_iter().filter_map(|l| self.mark(l, waits.get(l))).collect(),
         };
+        let spare = match kind {
+            Kind::Host => [None, None],
+            Kind::Stream => [self.base.as_ref().and_then(|_| self.spare.pop()), self.spare.pop()],
+        };
         let ticket = Ticket { record, blocked_on };
-        Some(Started { kind, token, marks, name, bytes, job, skip: self.failure.is_some(), ticket })
+        Some(Started { kind, token, marks, spare, name, bytes, job, skip: self.failure.is_some(), ticket })
     }
 
     /// Whether the next task of `lane` is a transfer.
@@ -267,7 +275,8 @@ impl Lanes {
         let token = Token { lane, seq: self.completed.get(lane) + queue.transfers };
         let ticket = Ticket { record, blocked_on };
         let skip = self.failure.is_some();
-        Some((Started { kind, token, marks: Marks::new(), name, bytes, job, skip, ticket }, transfer))
+        let (marks, spare) = (Marks::new(), [None, None]);
+        Some((Started { kind, token, marks, spare, name, bytes, job, skip, ticket }, transfer))
     }
 
     /// The end of the `seq`-th task of `lane`, or of the last one before it that has any, while it is in flight.
@@ -304,7 +313,9 @@ impl Lanes {
 
     /// Takes the oldest task in flight, to be finished.
     pub(crate) fn take_in_flight(&mut self, lane: Lane) -> Option<Issued> {
-        self.queues[slot(lane)].in_flight.pop_front()
+        let mut issued = self.queues[slot(lane)].in_flight.pop_front()?;
+        self.spare.extend(issued.begin.take().into_iter().chain(issued.end.take()));
+        Some(issued)
     }
 
     pub(crate) fn finish(&mut self, finished: Finished) {
