@@ -222,21 +222,36 @@ impl StepSizes<'_> {
     /// for the backward of the largest layer with its input and two gradients; beside either the weights of two layers where they are
     /// streamed, and beside a backward the gradients that arise and those of the layer above on their way out.
     pub fn least_hbm(&self) -> Bytes {
-        let of = |list: &[Bytes], l: usize| list.get(l).copied().unwrap_or_default();
-        let Streamed { weights, gradients, on_nvme: _ } = self.streamed;
-        // Which layer's weights come next depends on the placement, but it is one below the last.
-        let smallest = |below: usize| weights.iter().take(below).copied().min().unwrap_or_default();
-        let coming = |l: usize| if self.accumulate && l > 0 { of(gradients, l - 1) } else { Bytes::ZERO };
         let layers = self.boundary.len().saturating_sub(1);
-        let layer = |l: usize| {
-            let boundaries = of(self.boundary, l) * 2 + of(self.boundary, l + 1);
-            let streams = of(weights, l) + smallest(l) + coming(l) + of(gradients, l) + of(gradients, l + 1);
-            boundaries + of(self.saved, l) + of(&self.workspaces.backward, l) + streams
-        };
         let last = layers.saturating_sub(1);
-        let loss = of(self.boundary, layers) * 2 + self.workspaces.loss + of(weights, last) + smallest(last);
-        (0..layers).map(layer).fold(loss, Bytes::max)
+        let weights = at(&self.streamed.weights, last) + self.smallest_weights(last);
+        let loss = at(self.boundary, layers) * 2 + self.workspaces.loss + weights;
+        (0..layers).map(|layer| self.backward_hbm(layer)).fold(loss, Bytes::max)
     }
+
+    /// The part of [`least_hbm`](Self::least_hbm) that the backward of one layer needs.
+    pub fn backward_hbm(&self, layer: usize) -> Bytes {
+        let Streamed { weights, gradients, on_nvme: _ } = self.streamed;
+        let below = layer.checked_sub(1).filter(|_| self.accumulate);
+        let coming = below.map_or(Bytes::ZERO, |below| at(gradients, below));
+        let boundaries = at(self.boundary, layer) * 2 + at(self.boundary, layer + 1);
+        let streams = at(weights, layer)
+            + self.smallest_weights(layer)
+            + coming
+            + at(gradients, layer)
+            + at(gradients, layer + 1);
+        boundaries + at(self.saved, layer) + at(&self.workspaces.backward, layer) + streams
+    }
+
+    /// Which layer's weights come next depends on the placement, but it is one below.
+    fn smallest_weights(&self, layer: usize) -> Bytes {
+        self.streamed.weights.iter().take(layer).copied().min().unwrap_or_default()
+    }
+}
+
+/// The entry of a list that may be empty for zero.
+fn at(list: &[Bytes], l: usize) -> Bytes {
+    list.get(l).copied().unwrap_or_default()
 }
 
 /// A step, ready to be simulated or carried out. As [`StepPlan::new`] makes it, every buffer that is no home is reserved once

@@ -1,7 +1,7 @@
 //! From a placement to operations: when transfers start and end, so that a step keeps its caps and waits as little as it can.
 
 use lazy_model::step::{StepPlan, TransferPlanner};
-use lazy_model::{Placement, Schedule, Seconds, StepProblem, Verified, VerifyError};
+use lazy_model::{Schedule, Seconds, StepProblem, Tier, Verified, VerifyError};
 
 use crate::polish::Carried;
 use crate::step::best_execution;
@@ -63,7 +63,9 @@ pub fn carry_out(
                             break;
                         }
                     }
-                    Err(error @ VerifyError::OverBudget { .. }) => {
+                    Err(error @ VerifyError::OverBudget { tier, .. }) => {
+                        // More staging than there are buffers for: from here on what is to leave waits for one.
+                        planner.staging_in_turn |= tier == Tier::Host && !writes_run_on;
                         smaller(error);
                         // Reads that pile up need less room where they start as late as the plan's own waits allow.
                         let Ok(plan) = StepPlan::with_sizes(&tried, &sizes) else { break };
@@ -88,30 +90,17 @@ pub fn carry_out(
 /// before, and arithmetic for them. Reads from drives into staging go on.
 fn in_turn(problem: &StepProblem, schedule: &Schedule, buffers: &[usize]) -> Option<Carried> {
     let sizes = problem.sizes();
-    let mut needed = vec![0; schedule.layers];
-    let mut end = schedule.layers;
-    for i in (0..schedule.layers).rev() {
-        needed[i] = 2 * schedule.layers + 1 - end;
-        if schedule.placement[i] != Placement::Recompute {
-            end = i;
-        }
-    }
     let mut best: Option<Carried> = None;
     for (&staging, out_in_turn) in buffers.iter().flat_map(|b| [(b, false), (b, true)]) {
         let mut tried = schedule.clone();
         tried.execution.staging_buffers = staging;
         let mut planner = TransferPlanner::new(&tried, &sizes, &problem.costs);
+        planner.copies_in_turn = true;
+        planner.staging_in_turn = true;
         for _ in 0..=FOLLOWED {
             let mut transfers = planner.plan(&tried);
-            for (i, t) in transfers.iter_mut().enumerate() {
-                let Some(t) = t else { continue };
-                t.back = needed[i].max(t.out);
-                if schedule.placement[i] == Placement::Host {
-                    t.read = t.back;
-                }
-                if out_in_turn {
-                    t.gone = t.out;
-                }
+            if out_in_turn {
+                transfers.iter_mut().flatten().for_each(|t| t.gone = t.out);
             }
             tried.transfers = Some(transfers);
             let Ok(plan) = StepPlan::with_sizes(&tried, &sizes) else { break };

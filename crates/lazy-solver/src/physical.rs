@@ -242,12 +242,9 @@ fn refine(
         offer(&mut best, Round { solution, prediction });
         refinements += 1;
         if gap.abs() <= NEAR {
-            // Boundaries on NVMe are counted twice on their way: where the layout has room that the chain did not see, it gets that once.
-            let Some(b) =
-                best.as_ref().filter(|b| b.solution.schedule.counts().nvme > 0 && tried.raised == 0)
-            else {
-                break;
-            };
+            // Boundaries and streamed weights on their way are counted with caution: where the layout has room that the chain did not see, it
+            // gets that once.
+            let Some(b) = best.as_ref().filter(|_| tried.raised == 0) else { break };
             let more = unused(problem, &b.solution.verified);
             if more < largest {
                 break;
@@ -391,7 +388,7 @@ pub(crate) fn least_step(problem: &StepProblem, chain: &CostChain, solution: &So
 }
 
 /// No plan that keeps the caps has a shorter step, simulated or run: arithmetic with the least recomputation that the caps allow, as if links
-/// took no time. `None` where the time limit came before a bound.
+/// took no time, and the copies for which HBM has no room but between two layers. `None` where the time limit came before a bound.
 ///
 /// The chain it comes from counts nothing that operations do not hold: no slack, no streamed weights, forward workspaces that no backward
 /// exceeds, NVMe as host RAM, and a boundary less beside each backward where boundaries may be on their way.
@@ -401,7 +398,28 @@ pub(crate) fn least_step(problem: &StepProblem, chain: &CostChain, solution: &So
 pub fn step_bound(problem: &StepProblem, options: &SolveOptions) -> Result<Option<Seconds>, SolverError> {
     let chain = relaxed(problem);
     let solution = solve(&chain, &SolveOptions { tie_break: TieBreak::Weighted, ..*options })?;
-    Ok(least_step(problem, &chain, &solution))
+    let waits = Seconds(problem.micro_batches as f64 * waits_for_copies(problem).get());
+    Ok(least_step(problem, &chain, &solution).map(|step| step + waits))
+}
+
+/// How long arithmetic waits for copies in where HBM has no room for what the next layer reads while a layer runs backward.
+///
+/// While layer `l` runs backward, HBM holds its input, two gradients, internals and workspace. Where the rest is too small for any of the
+/// boundaries below, boundary `l` is the source of its block and the source of the next one is not there: it is copied in when the
+/// backward of `l` has ended, and nothing can run until it has come.
+fn waits_for_copies(problem: &StepProblem) -> Seconds {
+    let mut smallest = None;
+    let mut waits = Seconds::ZERO;
+    for l in 1..problem.saved_bytes.len() {
+        let below = problem.boundary_bytes[l - 1];
+        let least = smallest.map_or(below, |s: Bytes| s.min(below));
+        smallest = Some(least);
+        let room = problem.budgets.hbm.saturating_sub(problem.fixed.hbm + problem.sizes().backward_hbm(l));
+        if room < least {
+            waits += problem.costs.links.h2d.time(least);
+        }
+    }
+    waits
 }
 
 /// Whether no plan keeps the caps, however it is carried out, as far as that is quickly told.

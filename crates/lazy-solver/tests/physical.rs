@@ -301,6 +301,31 @@ fn more_of_a_tight_budget_is_never_slower() {
     }
 }
 
+/// HBM for one layer and not a boundary more: every boundary but the last two leaves and comes back while arithmetic waits for it, and for
+/// nothing else, though drives write a boundary in twice the time of a layer and host RAM holds few. A boundary of HBM more, and the waits
+/// end.
+#[test]
+fn in_the_least_hbm_arithmetic_waits_for_copies_alone() {
+    let mut tight = problem(8, [0, 4, 64], 1.0);
+    tight.costs.links.nvme_write = BytesPerSecond(MIB.get() as f64 / 19e-3);
+    tight.costs.links.nvme_read = BytesPerSecond(MIB.get() as f64 / 15e-3);
+    tight.workspaces.loss = MIB * 2;
+    let least = tight.sizes().least_hbm();
+    for (quarters, waits) in [(0, 7.0), (3, 7.0), (4, 0.0)] {
+        tight.budgets.hbm = least + Bytes(MIB.get() / 4 * quarters);
+        let time = step_ms(&tight).unwrap();
+        let wanted = 5.0 + 8.0 * 40.0 + waits;
+        assert!((time - wanted).abs() < 1e-6, "{quarters} quarters: {time}, not {wanted}");
+        let bound = step_bound(&tight, &SolveOptions::default()).unwrap().unwrap().as_ms();
+        // Kept internals are in the bound's chain as soon as there is a boundary more.
+        let apart = wanted - bound;
+        assert!(
+            apart >= -1e-6 && (apart < 1e-6 || waits == 0.0),
+            "{quarters} quarters: no less than {bound}"
+        );
+    }
+}
+
 /// Six layers' weights and gradients fill 24 MiB of host RAM before any boundary is placed: the search does not count on them, spills
 /// to NVMe what does not fit beside them, and is no slower than the same step with as much host RAM for boundaries alone.
 #[test]

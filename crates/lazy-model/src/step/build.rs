@@ -7,7 +7,7 @@ use crate::schedule::Schedule;
 use crate::span::Lane;
 use crate::step::transfers::{self, Transfer};
 use crate::step::{
-    Buffer, BufferId, Content, Op, StepError, StepPlan, StepSizes, Task, TaskId, TierBytes, Work,
+    Buffer, BufferId, Content, Op, StepError, StepPlan, StepSizes, Task, TaskId, TierBytes, Work, at,
 };
 use crate::units::{BoundaryIndex, Bytes, LayerIndex, Placement, Tier};
 
@@ -571,9 +571,4 @@ impl<'a> Builder<'a> {
         }
         Ok(extents)
     }
-}
-
-/// The entry of a list that may be empty for zero.
-fn at(list: &[Bytes], l: usize) -> Bytes {
-    list.get(l).copied().unwrap_or_default()
 }

@@ -121,6 +121,11 @@ pub struct TransferPlanner<'a> {
     pub writes_run_on: bool,
     /// Whether reads may start before the loss has ended.
     pub reads_beside_loss: bool,
+    /// Whether no more staging buffers are held than [`Execution`](crate::schedule::Execution) names: copies out are submitted early enough
+    /// to use them one after the other, and wait for them. Only where writes do not run on.
+    pub staging_in_turn: bool,
+    /// Whether copies in wait for the block before theirs, so that no boundary is in HBM before its block needs it.
+    pub copies_in_turn: bool,
     /// When transfers can be submitted at each position.
     issue: Vec<f64>,
     /// When each position's arithmetic starts.
@@ -151,7 +156,16 @@ impl<'a> TransferPlanner<'a> {
         }
         start.push(at);
         let issue = start.clone();
-        Self { sizes, costs, writes_run_on: false, reads_beside_loss: false, issue, start }
+        Self {
+            sizes,
+            costs,
+            writes_run_on: false,
+            reads_beside_loss: false,
+            staging_in_turn: false,
+            copies_in_turn: false,
+            issue,
+            start,
+        }
     }
 
     /// Takes the times of positions from a simulated pass instead: where a link makes arithmetic wait, later reads may start later.
@@ -198,17 +212,27 @@ impl<'a> TransferPlanner<'a> {
         let last = if self.writes_run_on { 2 * n } else { n - 1 };
         let (mut link_free, mut drive_free) = (0.0f64, 0.0f64);
         // When the staging buffers are free again.
-        let mut staging = vec![0.0f64; schedule.execution.staging_buffers.max(1)];
+        let buffers = schedule.execution.staging_buffers.max(1);
+        let mut staging = vec![0.0f64; buffers];
+        let in_turn = self.staging_in_turn && !self.writes_run_on;
+        let to_drive = |i: usize| schedule.placement[i] == Placement::Nvme;
         let mut waiting: Vec<usize> =
             (0..n).filter(|&i| matches!(schedule.placement[i], Placement::Host | Placement::Nvme)).collect();
+        let all_staged = waiting.iter().filter(|&&i| to_drive(i)).count();
+        let mut staged: Vec<usize> = Vec::new();
         let mut needed = vec![2 * n; n];
         for (source, end) in blocks(schedule) {
             needed[source] = 2 * n + 1 - end;
         }
         while !waiting.is_empty() {
             let free = staging.iter().copied().fold(f64::INFINITY, f64::min);
-            // A boundary that has to wait for staging starts with the position after, so that it holds up no other before.
+            // Whose buffer is taken over, and how many positions the boundaries after this one need.
+            let before = staged.len().checked_sub(buffers).map(|k| staged[k]);
+            let after = before.and_then(|i| transfers[i]).map_or(0, |t| t.out + 1);
+            let left = (all_staged - staged.len()).saturating_sub(1) / buffers;
             let earliest = |i: usize| match schedule.placement[i] {
+                Placement::Nvme if in_turn => self.position(free).max(after).min(last - left).max(i),
+                // A boundary that has to wait for staging starts with the position after, so that it holds up no other before.
                 Placement::Nvme if free > self.issue[i] => {
                     (self.position(free) + 1).min(last).min(needed[i]).max(i)
                 }
@@ -218,26 +242,42 @@ impl<'a> TransferPlanner<'a> {
             let i = waiting.remove(at);
             let out = earliest(i);
             let bytes = self.sizes.boundary[i];
-            let end = self.issue[out].max(link_free) + rate.time(bytes).get();
+            let mut start = self.issue[out].max(link_free);
+            if in_turn && to_drive(i) {
+                start = start.max(free);
+            }
+            let end = start + rate.time(bytes).get();
             link_free = end;
             let gone = self.position(end).clamp(out, last.max(out));
             let mut stored = gone;
-            if schedule.placement[i] == Placement::Nvme {
+            if to_drive(i) {
                 drive_free = drive_free.max(end) + links.nvme_write.time(bytes).get();
                 if let Some(slot) = staging.iter_mut().min_by(|a, b| a.total_cmp(b)) {
                     *slot = drive_free;
                 }
                 stored = self.position(drive_free).max(out);
+                if in_turn {
+                    stored = stored.min(self.first_read(n) - 1);
+                    if let Some(t) = before.and_then(|i| transfers[i].as_mut()) {
+                        t.stored = t.stored.min(out.saturating_sub(1));
+                    }
+                }
+                staged.push(i);
             }
             transfers[i] = Some(Transfer { out, gone, stored, read: 2 * n, back: 2 * n });
         }
+    }
+
+    /// The position from which on reads may be submitted.
+    fn first_read(&self, layers: usize) -> usize {
+        if self.reads_beside_loss { layers } else { layers + 1 }
     }
 
     fn plan_in(&self, schedule: &Schedule, transfers: &mut [Option<Transfer>]) {
         let n = schedule.layers;
         let rate = self.read_rate();
         let drive = self.costs.links.nvme_read;
-        let first = if self.reads_beside_loss { n } else { n + 1 };
+        let first = self.first_read(n);
         let staging = schedule.execution.staging_buffers.max(1);
         let (mut link_from, mut drive_from) = (f64::INFINITY, f64::INFINITY);
         // Starts of reads from drives, the last one first.
@@ -260,6 +300,23 @@ impl<'a> TransferPlanner<'a> {
                 drive_from = drive_from.min(link_from) - drive.time(bytes).get();
                 reads.push(drive_from);
                 t.read = self.position(drive_from).clamp(first.min(back), back).max(t.out).min(back);
+            }
+            if self.copies_in_turn {
+                t.back = needed.max(t.out);
+                t.read = if nvme { t.read } else { t.back };
+            }
+        }
+        if self.staging_in_turn {
+            // A buffer is free again once its boundary's copy in has been submitted.
+            let mut backs: Vec<usize> = Vec::new();
+            for (i, _) in blocks(schedule) {
+                if schedule.placement[i] != Placement::Nvme {
+                    continue;
+                }
+                let Some(t) = transfers[i].as_mut() else { continue };
+                let free = backs.len().checked_sub(staging).map_or(0, |k| backs[k]);
+                t.read = t.read.max(free).min(t.back);
+                backs.push(t.back);
             }
         }
     }
