@@ -87,7 +87,7 @@ impl Store {
         if ![from, to].contains(&Tier::Hbm) {
             Ok(Way::Host)
         } else if self.inner().device.is_some() && spill.moves_device_memory() {
-            Ok(Way::Device)
+            Ok(Way::Device { sealed: spill.seals_device_memory() })
         } else if spill.staging() > Bytes::ZERO {
             Ok(Way::Staged)
         } else {

@@ -97,6 +97,9 @@ pub struct NvmeOptions {
     /// such copies. Half of it serves each direction, in slots of one request (1 MiB), two at least: so it is rounded down to a
     /// multiple of 2 MiB, and anything below 4 MiB is taken as 4 MiB.
     pub staging: Bytes,
+    /// Longest request to cuFile, which several threads make at once: from 1 MiB to 1 GiB. Other back ends, and extents striped
+    /// over several drives, take 1 MiB.
+    pub cufile_request: Bytes,
     /// Keep a [`BoundaryRecord`] of every extent before it is written and after it was read back: much slower, and meant
     /// for finding out which copy changed a value. The latest 65,536 are kept until
     /// [`take_boundary_records`](crate::Store::take_boundary_records) takes them.
@@ -114,6 +117,7 @@ impl NvmeOptions {
             checksum: Checksum::Off,
             tbw: None,
             staging: Bytes::ZERO,
+            cufile_request: Bytes::from_mib(4),
             debug_boundaries: false,
         }
     }

@@ -108,8 +108,8 @@ pub(crate) enum Way {
     Host,
     /// From and to HBM, through the staging ring.
     Staged,
-    /// From and to the memory of a device, where it lies.
-    Device,
+    /// From and to the memory of a device, where it lies; where it is `sealed`, the device makes checksums, extent by extent.
+    Device { sealed: bool },
 }
 
 /// What a task does.
@@ -142,12 +142,17 @@ pub(crate) struct Job {
 impl Job {
     /// The same as a transfer that can be carried out together with others, where it is one.
     pub(crate) fn transfer(&self) -> Option<Transfer> {
-        let Work::Spill { op, offset, way: Way::Host } = self.work else { return None };
+        let Work::Spill { op, offset, way } = self.work else { return None };
+        let device = match way {
+            Way::Host => false,
+            Way::Device { sealed: false } => true,
+            Way::Staged | Way::Device { sealed: true } => return None,
+        };
         let view = match op {
             Op::Write => self.views.reads.first()?,
             Op::Read => self.views.writes.first()?,
         };
-        Some(Transfer { op, offset, memory: view.window() })
+        Some(Transfer { op, offset, memory: view.window(), device })
     }
 
     /// Does the work, or puts it on the stream of `lane`. To be called by whoever runs the queues, in the task's turn.
@@ -195,7 +200,7 @@ impl Job {
                             |view, out| DeviceCopy::new(Arc::clone(device), device.stream(lane), view, out);
                         staged_on_device(&views, spill, op, offset, copy)?;
                     }
-                    (Way::Device, _) => in_device(&views, spill, op, offset)?,
+                    (Way::Device { .. }, _) => in_device(&views, spill, op, offset)?,
                     (Way::Host | Way::Staged, _) => {
                         // SAFETY: as above.
                         on_host(&mut unsafe { views.access() }, spill, op, offset, way)?;

@@ -48,7 +48,7 @@ pub(crate) struct Place {
     pub(crate) room: u64,
 }
 
-const UNIT: u64 = MAX_REQUEST as u64;
+pub(crate) const UNIT: u64 = MAX_REQUEST as u64;
 
 impl Stripes {
     pub(crate) fn one(file: OpenFile, alignment: usize) -> Self {
@@ -82,9 +82,14 @@ impl Stripes {
     /// file and is at most a request long; what is left beyond the last multiple of the alignment is a piece of its own,
     /// since a direct file takes it padded. Checksums are of these pieces, so nothing but position and length decides.
     pub(crate) fn piece(&self, offset: u64, len: u64, at: u64) -> u64 {
+        self.piece_up_to(UNIT, offset, len, at)
+    }
+
+    /// [`Stripes::piece`], at most `longest` bytes long instead: of memory of which this process makes no checksums.
+    pub(crate) fn piece_up_to(&self, longest: u64, offset: u64, len: u64, at: u64) -> u64 {
         let whole = len - len % self.alignment as u64;
         let end = if at < whole { whole } else { len };
-        (end - at).min(self.locate(offset + at).room).min(UNIT)
+        (end - at).min(self.locate(offset + at).room).min(longest)
     }
 
     /// Lengths of the pieces of `len` bytes at `offset`.

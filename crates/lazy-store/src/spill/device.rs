@@ -7,12 +7,16 @@ use lazy_model::{Bytes, Lane};
 use super::{Spill, lock};
 use crate::device::Device;
 use crate::error::StoreError;
+use crate::io::stripes::UNIT;
 use crate::io::transfer::Memory;
 use crate::io::{Op, Window};
 use crate::options::{Backend, Checksum};
 
 /// A device makes checksums of pieces of a multiple of this many bytes.
 const CHECKSUM_UNIT: usize = 16;
+
+/// The longest request to cuFile that can be asked for.
+const LONGEST: u64 = 1 << 30;
 
 impl Spill {
     /// Lets cuFile, where it is the back end, move a device's arena where it lies. The device and its arena outlive the
@@ -50,6 +54,16 @@ impl Spill {
         cufile && sealed && !self.options.debug_boundaries
     }
 
+    /// Whether the device makes checksums of its memory on the way.
+    pub(crate) fn seals_device_memory(&self) -> bool {
+        self.sums.is_some()
+    }
+
+    /// A part of the device's arena, as the memory of a job.
+    pub(super) fn in_device<'a>(&self, memory: Window) -> Memory<'a> {
+        Memory::Device { memory, longest: self.options.cufile_request.get().clamp(UNIT, LONGEST) }
+    }
+
     /// Writes a part of the device's arena from where it lies.
     ///
     /// # Safety
@@ -58,7 +72,7 @@ impl Spill {
     pub(crate) unsafe fn write_device(&self, offset: u64, memory: Window) -> Result<(), StoreError> {
         // SAFETY: by this function's contract.
         let sums = unsafe { self.sums_of(Op::Write, offset, memory) }?;
-        self.transfer(Op::Write, offset, memory.len as u64, Memory::Device(memory))?;
+        self.transfer(Op::Write, offset, memory.len as u64, self.in_device(memory))?;
         if let Some(sums) = sums {
             lock(&self.seals).seal(offset, memory.len as u64, sums.into());
         }
@@ -72,7 +86,7 @@ impl Spill {
     /// Until this returns, nobody else touches it.
     pub(crate) unsafe fn read_device(&self, offset: u64, memory: Window) -> Result<(), StoreError> {
         let wanted = lock(&self.seals).wanted(offset, memory.len as u64);
-        self.transfer(Op::Read, offset, memory.len as u64, Memory::Device(memory))?;
+        self.transfer(Op::Read, offset, memory.len as u64, self.in_device(memory))?;
         // SAFETY: by this function's contract.
         let Some((wanted, got)) = wanted.zip(unsafe { self.sums_of(Op::Read, offset, memory) }?) else {
             return Ok(());

@@ -66,12 +66,14 @@ pub(crate) struct Spill {
     removed: AtomicBool,
 }
 
-/// A transfer of all of some host memory, by its address: nobody else uses it before the transfer has ended.
+/// A transfer of all of some memory, by its address: nobody else uses it before the transfer has ended.
 #[derive(Clone, Copy)]
 pub(crate) struct Transfer {
     pub(crate) op: Op,
     pub(crate) offset: u64,
     pub(crate) memory: Window,
+    /// It is memory of a device, which the queue moves where it lies.
+    pub(crate) device: bool,
 }
 
 /// Where the transfers of one direction come from, and where their results go.
@@ -93,14 +95,16 @@ struct Jobs<'s> {
 impl<'a> Feed<'a> for Jobs<'_> {
     fn next(&mut self) -> Option<(u64, Job<'a>)> {
         let (key, transfer) = self.transfers.next()?;
-        let Transfer { op, offset, memory } = transfer;
+        let Transfer { op, offset, memory, device } = transfer;
         self.under_way.insert(key, transfer);
-        Some((key, self.spill.job(op, offset, memory.len as u64, Memory::Place(memory))))
+        let (len, place) = (memory.len as u64, Memory::Place(memory));
+        let memory = if device { self.spill.in_device(memory) } else { place };
+        Some((key, self.spill.job(op, offset, len, memory)))
     }
 
     fn ended(&mut self, key: u64, result: Result<Vec<Note>, StoreError>) {
         let result = result.map(|notes| {
-            if let Some(Transfer { op, offset, memory }) = self.under_way.remove(&key) {
+            if let Some(Transfer { op, offset, memory, .. }) = self.under_way.remove(&key) {
                 self.spill.noted(op, offset, memory.len as u64, &notes);
             }
         });
@@ -295,7 +299,7 @@ impl Spill {
     fn job<'a>(&self, op: Op, offset: u64, len: u64, memory: Memory<'a>) -> Job<'a> {
         let sealed = self.options.checksum == Checksum::Crc32c;
         // Device memory has its checksums made on the device.
-        let checksum = sealed && !matches!(memory, Memory::Device(_));
+        let checksum = sealed && !matches!(memory, Memory::Device { .. });
         let mut watch = Watch { checksum, values: self.options.debug_boundaries, wanted: None };
         match op {
             Op::Write if sealed => lock(&self.seals).open(offset, len),

@@ -166,6 +166,25 @@ impl Plain {
     }
 }
 
+/// How a store with NVMe is opened.
+#[derive(Clone, Copy)]
+pub(crate) struct Way {
+    pub(crate) backend: BackendChoice,
+    /// Longest request to cuFile.
+    pub(crate) request: Bytes,
+    pub(crate) checksum: Checksum,
+}
+
+impl Way {
+    /// What the rows call it.
+    pub(crate) fn name(&self, mode: &NvmeMode) -> String {
+        match self.backend {
+            BackendChoice::Cufile => format!("{}, requests of {}", mode.backend, self.request),
+            _ => mode.backend.to_string(),
+        }
+    }
+}
+
 /// Extents of HBM, of host RAM and of NVMe.
 pub(crate) struct Spilled {
     store: Store,
@@ -175,10 +194,11 @@ pub(crate) struct Spilled {
 }
 
 impl Spilled {
-    pub(crate) fn open(dir: &Path, backend: BackendChoice, checksum: Checksum) -> Result<Self, BoxError> {
+    pub(crate) fn open(dir: &Path, way: Way) -> Result<Self, BoxError> {
         let nvme = NvmeOptions {
-            backend,
-            checksum,
+            backend: way.backend,
+            checksum: way.checksum,
+            cufile_request: way.request,
             direct: DirectChoice::Required,
             staging: STAGING,
             ..NvmeOptions::new(dir, Bytes(TOTAL))

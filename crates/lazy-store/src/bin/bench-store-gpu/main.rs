@@ -2,7 +2,8 @@
 //! other programs that move GPU memory to files.
 //!
 //! Rows of one table are measured in turn, round by round. `--dir DIR` is a folder on a real file system; `--python PYTHON`
-//! starts `peers.py` (beside this file) for KvikIO and torch.cuda.gds; `--rounds N`.
+//! starts `peers.py` (beside this file) for KvikIO and torch.cuda.gds; `--rounds N`; `--cufile-request-mib 1,4,16` measures
+//! cuFile with requests of each of these lengths.
 
 mod links;
 mod peers;
@@ -16,7 +17,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use lazy_store::{BackendChoice, BoxError, Checksum};
+use lazy_store::{BackendChoice, BoxError, Bytes, Checksum};
 use serde_json::Value;
 
 use crate::rows::{Figures, alone, compared};
@@ -26,10 +27,12 @@ struct Flags {
     dir: PathBuf,
     python: Option<PathBuf>,
     rounds: usize,
+    /// Longest requests to cuFile, in MiB.
+    cufile: Vec<u64>,
 }
 
 fn flags() -> Result<Flags, BoxError> {
-    let mut flags = Flags { dir: PathBuf::from("."), python: None, rounds: 7 };
+    let mut flags = Flags { dir: PathBuf::from("."), python: None, rounds: 7, cufile: vec![4] };
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         let value = args.next().ok_or_else(|| format!("{arg} wants a value"))?;
@@ -37,7 +40,13 @@ fn flags() -> Result<Flags, BoxError> {
             "--dir" => flags.dir = value.into(),
             "--python" => flags.python = Some(value.into()),
             "--rounds" => flags.rounds = value.parse()?,
-            _ => return Err(format!("no flag {arg}: --dir, --python and --rounds are").into()),
+            "--cufile-request-mib" => {
+                flags.cufile = value.split(',').map(str::parse).collect::<Result<_, _>>()?;
+            }
+            _ => {
+                let flags = "--dir, --python, --rounds and --cufile-request-mib";
+                return Err(format!("no flag {arg}: {flags} are").into());
+            }
         }
     }
     Ok(flags)
@@ -59,10 +68,11 @@ fn main() -> ExitCode {
 fn measure(flags: &Flags) -> Result<Vec<Value>, BoxError> {
     let mut rows = Vec::new();
     pinned(flags, &mut rows)?;
-    for backend in [BackendChoice::Uring, BackendChoice::Cufile] {
-        if let Err(error) =
-            spilled(flags, backend, &mut rows).and_then(|()| checksummed(flags, backend, &mut rows))
-        {
+    // io_uring's requests are of one length.
+    let cufile = flags.cufile.iter().map(|&mib| (BackendChoice::Cufile, Bytes::from_mib(mib)));
+    for (backend, request) in [(BackendChoice::Uring, Bytes::from_mib(1))].into_iter().chain(cufile) {
+        let way = links::Way { backend, request, checksum: Checksum::Off };
+        if let Err(error) = spilled(flags, way, &mut rows).and_then(|()| checksummed(flags, way, &mut rows)) {
             eprintln!("{backend:?}: {error}");
         }
     }
@@ -70,9 +80,9 @@ fn measure(flags: &Flags) -> Result<Vec<Value>, BoxError> {
 }
 
 /// The same with checksums, beside without.
-fn checksummed(flags: &Flags, backend: BackendChoice, rows: &mut Vec<Value>) -> Result<(), BoxError> {
-    let without = links::Spilled::open(&flags.dir, backend, Checksum::Off)?;
-    let with = links::Spilled::open(&flags.dir, backend, Checksum::Crc32c)?;
+fn checksummed(flags: &Flags, way: links::Way, rows: &mut Vec<Value>) -> Result<(), BoxError> {
+    let without = links::Spilled::open(&flags.dir, way)?;
+    let with = links::Spilled::open(&flags.dir, links::Way { checksum: Checksum::Crc32c, ..way })?;
     let (mut ours, mut theirs): ([Vec<f64>; 2], [Vec<f64>; 2]) = Default::default();
     for round in 0..=flags.rounds {
         // Who goes first changes: the drive is another one after much was written.
@@ -89,7 +99,7 @@ fn checksummed(flags: &Flags, backend: BackendChoice, rows: &mut Vec<Value>) -> 
         }
     }
     for (direction, name) in ["HBM to NVMe", "NVMe to HBM"].into_iter().enumerate() {
-        let name = format!("{name} with checksums, {}", with.mode().backend);
+        let name = format!("{name} with checksums, {}", way.name(&with.mode()));
         let theirs = Figures { label: "without", values: &theirs[direction] };
         rows.extend(compared(&name, "GB/s", &ours[direction], &theirs, Some(Goal::AtLeast(0.98))));
     }
@@ -123,9 +133,10 @@ fn pinned(flags: &Flags, rows: &mut Vec<Value>) -> Result<(), BoxError> {
 }
 
 /// HBM to NVMe and back, beside the drive alone (host RAM to NVMe and back) and the other programs.
-fn spilled(flags: &Flags, backend: BackendChoice, rows: &mut Vec<Value>) -> Result<(), BoxError> {
-    let alone_store = links::Spilled::open(&flags.dir, BackendChoice::Uring, Checksum::Off)?;
-    let store = links::Spilled::open(&flags.dir, backend, Checksum::Off)?;
+fn spilled(flags: &Flags, way: links::Way, rows: &mut Vec<Value>) -> Result<(), BoxError> {
+    let drive = links::Way { backend: BackendChoice::Uring, ..way };
+    let alone_store = links::Spilled::open(&flags.dir, drive)?;
+    let store = links::Spilled::open(&flags.dir, way)?;
     let mode = store.mode();
     eprintln!("{mode}");
     let mut others = match &flags.python {
@@ -155,7 +166,7 @@ fn spilled(flags: &Flags, backend: BackendChoice, rows: &mut Vec<Value>) -> Resu
         }
     }
     for (direction, name) in ["HBM to NVMe", "NVMe to HBM"].into_iter().enumerate() {
-        let name = format!("{name}, {}", mode.backend);
+        let name = format!("{name}, {}", way.name(&mode));
         for (i, (label, values)) in figures.iter().enumerate() {
             let goal = Goal::AtLeast(if i == 0 { 0.92 } else { 1.0 });
             let theirs = Figures { label, values: &values[direction] };

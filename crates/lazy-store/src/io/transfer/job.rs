@@ -7,7 +7,7 @@ use lazy_model::Bytes;
 use super::piece::Piece;
 use crate::error::{BoxError, StoreError};
 use crate::io::note::{Note, Watch};
-use crate::io::stripes::{OpenFile, Place, Stripes};
+use crate::io::stripes::{OpenFile, Place, Stripes, UNIT};
 use crate::io::{Op, Window};
 
 /// Copies between a device's memory and a slot in host memory, on a stream of its own. The slot belongs to the copy from
@@ -31,9 +31,9 @@ pub(crate) enum Memory<'a> {
     Place(Window),
     /// So many bytes of a device, which it copies.
     Staged(u64, &'a mut dyn StagedCopy),
-    /// Memory of a device that the queue can move where it lies. Nobody else uses it before the job has ended, and it is
-    /// never looked at.
-    Device(Window),
+    /// Memory of a device that the queue can move where it lies, in requests of at most `longest` bytes. Nobody else uses it
+    /// before the job has ended, and it is never looked at.
+    Device { memory: Window, longest: u64 },
 }
 
 /// A transfer of all of its memory to or from one range of files.
@@ -67,9 +67,9 @@ impl<'a> Running<'a> {
             Memory::Read(bytes) => (Window::of_mut(bytes), false),
             Memory::Write(bytes) => (Window::of(bytes), false),
             Memory::Staged(len, _) => (Window { start: std::ptr::null_mut(), len: *len as usize }, true),
-            Memory::Place(window) | Memory::Device(window) => (*window, false),
+            Memory::Place(window) | Memory::Device { memory: window, .. } => (*window, false),
         };
-        let device = matches!(job.memory, Memory::Device(_));
+        let device = matches!(job.memory, Memory::Device { .. });
         let padded = if device { 0 } else { window.len % job.files.alignment };
         Running {
             key,
@@ -87,7 +87,12 @@ impl<'a> Running<'a> {
     /// The next piece.
     pub(super) fn piece(&self, id: usize) -> Piece {
         let Place { file, offset, .. } = self.job.files.locate(self.job.offset + self.next);
-        let len = self.job.files.piece(self.job.offset, self.window.len as u64, self.next) as usize;
+        let longest = match self.job.memory {
+            Memory::Device { longest, .. } => longest,
+            _ => UNIT,
+        };
+        let all = self.window.len as u64;
+        let len = self.job.files.piece_up_to(longest, self.job.offset, all, self.next) as usize;
         Piece {
             job: id,
             index: self.notes.len(),

@@ -8,7 +8,7 @@ use lazy_model::Bytes;
 use super::*;
 use crate::buffer::AlignedBuf;
 use crate::io::note::Watch;
-use crate::io::stripes::{OpenFile, Stripes};
+use crate::io::stripes::{OpenFile, Stripes, UNIT};
 
 /// Completes requests, last first, without moving anything; at a given one, fails as a whole.
 #[derive(Default)]
@@ -157,7 +157,21 @@ fn t1_pieces_are_cut_alike_for_host_memory_device_memory_and_checksums() {
                 );
                 // Not where a direct request could move it.
                 assert_eq!(cut(Memory::Place(all.part(64, len))), wanted);
-                assert_eq!(cut(Memory::Device(all.part(64, len))), wanted);
+                let memory = all.part(64, len);
+                assert_eq!(cut(Memory::Device { memory, longest: UNIT }), wanted);
+                // Longer ones lie in one file too, and end where the shorter ones do.
+                let longer = cut(Memory::Device { memory, longest: 3 * UNIT });
+                let mut short = wanted.iter();
+                for &piece in &longer {
+                    let mut sum = 0;
+                    while sum < piece {
+                        sum += short.next().unwrap();
+                    }
+                    assert_eq!(sum, piece, "{drives} drives, {len} at {offset}: {longer:?}");
+                }
+                let whole = len - len % 4096;
+                let least = whole.div_ceil(3 << 20) + usize::from(whole < len);
+                assert_eq!(longer.len(), if drives == 1 { least } else { wanted.len() });
             }
         }
     }
