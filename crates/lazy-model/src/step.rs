@@ -27,7 +27,7 @@ use std::fmt;
 
 use crate::schedule::Schedule;
 use crate::span::Lane;
-pub(crate) use crate::step::build::PAGE_ALIGNMENT;
+pub use crate::step::build::PAGE_ALIGNMENT;
 pub use crate::step::transfers::{Transfer, TransferPlanner};
 use crate::units::{BoundaryIndex, Bytes, LayerIndex, Placement, Tier};
 

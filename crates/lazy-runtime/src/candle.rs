@@ -10,9 +10,9 @@ use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Storage, Tensor,
 use lazy_model::Bytes;
 
 use crate::gradients::Gradients;
-use crate::layer::{Context, Layer, LayerError, Saved};
+use crate::layer::{Backward, Context, Forward, Layer, LayerError, LayerSizes, Saved};
 
-type Forward = dyn Fn(&Context, &Tensor) -> Result<Tensor, LayerError> + Send + Sync;
+type Function = dyn Fn(&Context<'_>, &Tensor) -> Result<Tensor, LayerError> + Send + Sync;
 
 /// A parameter of a [`CandleLayer`].
 #[derive(Clone)]
@@ -28,10 +28,10 @@ pub struct Parameter {
 /// A layer given by a candle function. Input and output have the same shape.
 pub struct CandleLayer {
     shape: Shape,
-    forward: Box<Forward>,
+    forward: Box<Function>,
     parameters: Vec<Parameter>,
     gradients: Arc<Gradients>,
-    saved_bytes: Bytes,
+    sizes: LayerSizes,
 }
 
 /// The autograd graph of one forward.
@@ -42,71 +42,61 @@ struct Graph {
 
 impl CandleLayer {
     /// `forward` computes the layer from its input of shape `shape`; the gradient of each of `parameters` is added to `gradients`.
-    /// `saved_bytes` is what the graph of one forward keeps alive, its copy of the input included.
+    /// `sizes` says what the graph of one forward keeps alive, its copy of the input included, and what forward and backward need besides; the
+    /// output's size is that of `shape`.
     ///
     /// The input is a variable when gradients are wanted and a plain tensor when not.
     pub fn new(
         shape: impl Into<Shape>,
-        forward: impl Fn(&Context, &Tensor) -> Result<Tensor, LayerError> + Send + Sync + 'static,
+        forward: impl Fn(&Context<'_>, &Tensor) -> Result<Tensor, LayerError> + Send + Sync + 'static,
         parameters: Vec<Parameter>,
         gradients: Arc<Gradients>,
-        saved_bytes: Bytes,
+        sizes: LayerSizes,
     ) -> Self {
-        CandleLayer { shape: shape.into(), forward: Box::new(forward), parameters, gradients, saved_bytes }
+        let shape = shape.into();
+        let sizes = LayerSizes { output: Bytes(4 * shape.elem_count() as u64), ..sizes };
+        CandleLayer { shape, forward: Box::new(forward), parameters, gradients, sizes }
     }
 }
 
 impl Layer for CandleLayer {
-    fn output_bytes(&self) -> Bytes {
-        Bytes(4 * self.shape.elem_count() as u64)
+    fn sizes(&self) -> LayerSizes {
+        self.sizes
     }
 
-    fn saved_bytes(&self) -> Bytes {
-        self.saved_bytes
+    fn parameters(&self) -> Vec<crate::layer::Parameter> {
+        let own = |p: &Parameter| crate::layer::Parameter::own(p.number, p.name.as_str());
+        self.parameters.iter().map(own).collect()
     }
 
-    fn forward(
-        &self,
-        cx: &Context,
-        x: &[u8],
-        out: Option<&mut [u8]>,
-        save: bool,
-    ) -> Result<Option<Saved>, LayerError> {
-        let x = tensor(x, &self.shape)?;
-        if !save {
-            let y = (self.forward)(cx, &x)?;
-            if let Some(out) = out {
-                write(&y, out)?;
+    fn forward(&self, cx: &Context<'_>, call: Forward<'_>) -> Result<Saved, LayerError> {
+        let x = tensor(call.x.bytes()?, &self.shape)?;
+        // The boundary must be a variable where gradients are wanted: candle computes none for a plain tensor, and says nothing.
+        let input = if call.save.is_some() { Some(Var::from_tensor(&x)?) } else { None };
+        let output = match &input {
+            Some(input) => {
+                drop(x);
+                (self.forward)(cx, input.as_tensor())?
             }
-            return Ok(None);
+            None => (self.forward)(cx, &x)?,
+        };
+        cx.describe("output", output.dims(), output.dtype().as_str())?;
+        if let Some(out) = call.out {
+            write(&output, out.bytes()?)?;
         }
-        // The boundary must be a variable: candle computes no gradient for a plain tensor, and says nothing.
-        let input = Var::from_tensor(&x)?;
-        drop(x);
-        let output = (self.forward)(cx, input.as_tensor())?;
-        if let Some(out) = out {
-            write(&output, out)?;
-        }
-        Ok(Some(Saved::new(Graph { input, output })))
+        Ok(input.map_or(Saved::none(), |input| Saved::new(Graph { input, output })))
     }
 
-    fn backward(
-        &self,
-        _cx: &Context,
-        _x: &[u8],
-        saved: Saved,
-        dy: &[u8],
-        dx: &mut [u8],
-    ) -> Result<(), LayerError> {
-        let Graph { input, output } = saved.take()?;
-        let mut grads = backward_from(output, tensor(dy, &self.shape)?)?;
+    fn backward(&self, _cx: &Context<'_>, call: Backward<'_>) -> Result<(), LayerError> {
+        let Graph { input, output } = call.saved.take()?;
+        let mut grads = backward_from(output, tensor(call.dy.bytes()?, &self.shape)?)?;
         let missing =
             |what: &str| format!("{what} got no gradient: an operation on its way has no backward in candle");
         for Parameter { number, name, variable } in &self.parameters {
             let gradient = grads.remove(variable).ok_or_else(|| missing(name))?;
             read(&gradient, |values| self.gradients.add(*number, values))??;
         }
-        write(&grads.remove(&input).ok_or_else(|| missing("the layer's input"))?, dx)
+        write(&grads.remove(&input).ok_or_else(|| missing("the layer's input"))?, call.dx.bytes()?)
     }
 }
 

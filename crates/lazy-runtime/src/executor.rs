@@ -1,144 +1,292 @@
+use std::any::Any;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lazy_model::schedule::ExposedSeconds;
-use lazy_model::step::{BufferId, Op, StepPlan, Task, Work};
-use lazy_model::timeline::Timeline;
-use lazy_model::{Bytes, Lane, LayerIndex, Seconds};
-use lazy_store::{Access, Extent, Store, Submission};
+use lazy_model::step::StepPlan;
+use lazy_model::{Bytes, Lane, Tier};
+use lazy_store::{Event, Extent, Routine, Store, StoreError, Submission};
+use smallvec::SmallVec;
 
+use crate::calls::Common;
 use crate::error::RuntimeError;
-use crate::layer::{Context, Epilogue, Layer, LayerError, Phase, Prologue, Saved};
+use crate::hook::{FinalGradient, Hook};
+use crate::layer::{LayerError, ParameterId};
+use crate::model::{HeldId, Model, Owner};
+use crate::notes::Notes;
+use crate::program::{Final, Operation, Place, Prepared, Program};
+use crate::report::StepReport;
+use crate::view::FEW;
 
-/// A model's layers over a store, ready to carry out plans.
+/// How an executor runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExecutorOptions {
+    /// Compare a checksum of every recomputed output with that of the forward it repeats. Costs a pass over every output, and one spare output
+    /// a layer; on the host device only.
+    pub check_recompute: bool,
+}
+
+/// Runs steps of a model over a store: every reservation, task and release as a [`Program`] lists them, and nothing else.
 pub struct Executor {
     store: Store,
     model: Arc<Model>,
+    /// Parameters, their gradients and the losses.
+    held: Vec<Extent>,
+    notes: Arc<Notes>,
+    hook: Option<Arc<Hook>>,
+    /// What the next step's first use of an owner's weights waits for.
+    ready: Mutex<Vec<Option<Event>>>,
 }
 
-struct Model {
-    prologue: Arc<dyn Prologue>,
-    layers: Vec<Arc<dyn Layer>>,
-    epilogue: Arc<dyn Epilogue>,
-    /// Internals kept from forward to backward, by layer.
-    kept: Vec<Mutex<Option<Saved>>>,
-}
-
-/// One measured pass over a plan.
-#[derive(Clone, Debug)]
-pub struct PassReport {
-    /// A span for every task of the plan, in its order.
-    pub timeline: Timeline,
-    /// Prologue and layers forward.
-    pub forward: Seconds,
-    /// Loss and layers backward, recomputation included.
-    pub backward: Seconds,
-    /// Time the compute lane waited for each link.
-    pub exposed: ExposedSeconds,
-}
-
-impl PassReport {
-    fn new(plan: &StepPlan, timeline: Timeline) -> Self {
-        // Spans count from the start of the step; a pass starts with its first task.
-        let start = timeline.spans.first().map_or(Seconds::ZERO, |s| s.start);
-        let forward = timeline.forward(plan);
-        PassReport {
-            forward: forward - start,
-            backward: timeline.total() - forward,
-            exposed: timeline.exposed_since(start),
-            timeline,
-        }
-    }
-
-    /// Bytes moved on a lane.
-    pub fn bytes(&self, lane: Lane) -> Bytes {
-        self.timeline.spans.iter().filter(|s| s.lane == lane).map(|s| s.bytes).sum()
-    }
+/// What a step is run on.
+#[derive(Clone, Debug, Default)]
+pub struct Step {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Number of the optimizer step.
+    pub step: u64,
+    /// What each micro-batch's calls find in [`crate::Context::inputs`]: one entry for each, or none at all.
+    pub inputs: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Executor {
-    /// Takes a model apart into what the executor calls.
-    pub fn new(
-        store: Store,
-        prologue: Arc<dyn Prologue>,
-        layers: Vec<Arc<dyn Layer>>,
-        epilogue: Arc<dyn Epilogue>,
-    ) -> Self {
-        let kept = layers.iter().map(|_| Mutex::new(None)).collect();
-        Executor { store, model: Arc::new(Model { prologue, layers, epilogue, kept }) }
+    /// Takes HBM for what stays there, and the homes of what is streamed. Weights are zero until they are set.
+    ///
+    /// # Errors
+    /// When the store has not the room, see [`Model::needs`], and when checksums are asked for beside a GPU.
+    pub fn new(store: Store, model: Model, options: ExecutorOptions) -> Result<Executor, RuntimeError> {
+        if options.check_recompute && store.gpu().is_some() {
+            return Err(RuntimeError::ChecksumsOnHost);
+        }
+        let mut held = Vec::with_capacity(model.held.len());
+        for buffer in &model.held {
+            let extent = store.reserve_at(buffer.tier, buffer.offset, buffer.bytes)?;
+            match buffer.tier {
+                Tier::Nvme => {
+                    drop(store.overwrite("zeros", &extent, vec![0; buffer.bytes.get() as usize])?)
+                }
+                _ => drop(store.fill("zeros", Lane::Compute, &extent, 0)?),
+            }
+            held.push(extent);
+        }
+        store.synchronize()?;
+        let layers = model.layers.len();
+        Ok(Executor {
+            store,
+            held,
+            notes: Arc::new(Notes::new(layers, options.check_recompute)),
+            hook: None,
+            ready: Mutex::new(vec![None; model.owners.len()]),
+            model: Arc::new(model),
+        })
     }
 
-    /// The store the executor works on.
+    /// The store it works on.
     pub fn store(&self) -> &Store {
         &self.store
     }
 
-    /// Sizes of boundaries `0..=N`, as the prologue and the layers declare them.
-    pub fn boundary_bytes(&self) -> Vec<Bytes> {
-        std::iter::once(self.model.prologue.output_bytes())
-            .chain(self.model.layers.iter().map(|l| l.output_bytes()))
-            .collect()
+    /// The model.
+    pub fn model(&self) -> &Model {
+        &self.model
     }
 
-    /// Sizes of what the layers save, as they declare them.
-    pub fn saved_bytes(&self) -> Vec<Bytes> {
-        self.model.layers.iter().map(|l| l.saved_bytes()).collect()
-    }
-
-    /// Runs one micro-batch forward and backward. `cx` says which one; its layer and phase are filled in for every call.
+    /// Checks that a plan is one of this model, and looks up what it needs.
     ///
     /// # Errors
-    /// When the store refuses a reservation or a task fails. Everything reserved is released and nothing stays kept.
-    pub fn run(&self, plan: &StepPlan, cx: Context) -> Result<PassReport, RuntimeError> {
-        let layers = plan.tasks().filter(|t| matches!(t.work, Work::Forward { .. })).count();
-        if layers != self.model.layers.len() {
-            return Err(RuntimeError::Layers { plan: layers, executor: self.model.layers.len() });
+    /// When the list is none of a step of this model: nothing of it is run.
+    pub fn prepare(&self, plan: StepPlan) -> Result<Program, RuntimeError> {
+        Program::new(&self.model, plan, &self.notes)
+    }
+
+    /// The program of an evaluation: every micro-batch forward, and its loss.
+    ///
+    /// # Errors
+    /// When the sizes add up to more than 64 bits hold.
+    pub fn prepare_evaluation(&self) -> Result<Program, RuntimeError> {
+        self.prepare(StepPlan::evaluation(&self.model.sizes().step())?)
+    }
+
+    /// Calls `hook` for every parameter whose gradient is final, as soon as it is: while the layers below still run backward. The next
+    /// step's use of the parameter's weights waits until the hook has returned. Replaces an earlier hook.
+    pub fn on_final_gradient(
+        &mut self,
+        hook: impl Fn(FinalGradient<'_>) -> Result<(), LayerError> + Send + Sync + 'static,
+    ) {
+        self.hook = Some(Arc::new(Hook::new(Box::new(hook), Arc::clone(&self.model), false)));
+    }
+
+    /// As [`Executor::on_final_gradient`], and hands the hook the weights to be updated. A step that fails may have updated some of them and
+    /// not others: set them all again before the next one, from the last that was saved.
+    pub fn update_in_backward(
+        &mut self,
+        hook: impl Fn(FinalGradient<'_>) -> Result<(), LayerError> + Send + Sync + 'static,
+    ) {
+        self.hook = Some(Arc::new(Hook::new(Box::new(hook), Arc::clone(&self.model), true)));
+    }
+
+    /// Lets the next step's first use of these weights wait for an event of this store: what an optimizer that writes the weights itself
+    /// hands over, instead of waiting.
+    ///
+    /// # Errors
+    /// When there is no such layer.
+    pub fn weights_ready(&self, owner: Owner, event: Event) -> Result<(), RuntimeError> {
+        let layers = self.model.layers.len();
+        if let Owner::Layer(layer) = owner
+            && layer >= layers
+        {
+            return Err(RuntimeError::NoLayer { layer, layers });
         }
-        let submitted = self.submit_all(plan, cx);
+        self.ready.lock().unwrap_or_else(PoisonError::into_inner)[owner.index(layers)] = Some(event);
+        Ok(())
+    }
+
+    /// Sets the weights of parameters that the runtime keeps.
+    ///
+    /// # Errors
+    /// When there is no such parameter, and for another number of bytes.
+    pub fn set_weights(&self, weights: &[(ParameterId, &[u8])]) -> Result<(), RuntimeError> {
+        let mut changed: Vec<(HeldId, Vec<u8>)> = Vec::new();
+        for &(id, bytes) in weights {
+            let (held, range) = self.place(id, false)?;
+            if range.len() != bytes.len() {
+                return Err(RuntimeError::WeightBytes { id: id.0, got: bytes.len(), want: range.len() });
+            }
+            let known = changed.iter().position(|(other, _)| *other == held);
+            let at = match known {
+                Some(at) => at,
+                None => {
+                    let extent = &self.held[held];
+                    // An update that failed leaves nothing to keep.
+                    let bytes = match extent.is_written() {
+                        true => self.store.get(extent)?,
+                        false => vec![0; extent.bytes().get() as usize],
+                    };
+                    changed.push((held, bytes));
+                    changed.len() - 1
+                }
+            };
+            changed[at].1[range].copy_from_slice(bytes);
+        }
+        for (held, bytes) in changed {
+            self.store.overwrite("weights", &self.held[held], bytes)?;
+        }
+        Ok(self.store.synchronize()?)
+    }
+
+    /// A copy of the weights of a parameter that the runtime keeps.
+    ///
+    /// # Errors
+    /// When there is no such parameter.
+    pub fn weights(&self, id: ParameterId) -> Result<Vec<u8>, RuntimeError> {
+        self.read(self.place(id, false)?)
+    }
+
+    /// A copy of the gradient of a parameter that the runtime keeps, as the last step left it.
+    ///
+    /// # Errors
+    /// When there is no such parameter.
+    pub fn gradient(&self, id: ParameterId) -> Result<Vec<u8>, RuntimeError> {
+        self.read(self.place(id, true)?)
+    }
+
+    fn read(&self, (held, range): (HeldId, Range<usize>)) -> Result<Vec<u8>, RuntimeError> {
+        let mut bytes = self.store.get(&self.held[held])?;
+        bytes.truncate(range.end);
+        bytes.drain(..range.start);
+        Ok(bytes)
+    }
+
+    fn place(&self, id: ParameterId, gradient: bool) -> Result<(HeldId, Range<usize>), RuntimeError> {
+        let placed = self.model.parameters.get(&id).ok_or(RuntimeError::NoParameter { id: id.0 })?;
+        let place = if gradient { &placed.gradient } else { &placed.weights };
+        place.clone().ok_or(RuntimeError::NoParameter { id: id.0 })
+    }
+
+    /// Runs a step, or an evaluation: its micro-batches one after the other, each as the program lists it. When this returns, everything
+    /// has run, and all that the step reserved is released.
+    ///
+    /// # Errors
+    /// When the store refuses a reservation or a task fails; a layer's own error is inside, with the task's name. The step is abandoned:
+    /// gradients count for nothing, weights are as they were but for what the hook has done, and the next step can be run.
+    pub fn run(&mut self, program: &mut Program, step: &Step) -> Result<StepReport, RuntimeError> {
+        let micro_batches = self.model.options().micro_batches;
+        if !step.inputs.is_empty() && step.inputs.len() != micro_batches {
+            return Err(RuntimeError::Inputs { got: step.inputs.len(), want: micro_batches });
+        }
+        program.calls.set(Common { seed: step.seed, step: step.step, inputs: step.inputs.clone() });
+        self.store.start_step();
+        let submitted = self.submit_all(program, micro_batches);
         let finished = self.store.synchronize();
-        for slot in &self.model.kept {
-            *slot.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        }
+        program.extents.iter_mut().for_each(|extent| *extent = None);
+        program.calls.clear();
+        program.calls.set(Common::default());
         let spans = self.store.take_spans();
         // A task that failed is the cause of whatever was refused after it.
         finished?;
         submitted?;
-        Ok(PassReport::new(plan, Timeline { spans }))
+        let losses = self.losses()?;
+        let peaks = Tier::ALL.map(|tier| self.store.peak(tier));
+        Ok(StepReport::new(program, spans, micro_batches, losses, peaks))
     }
 
-    fn submit_all(&self, plan: &StepPlan, cx: Context) -> Result<(), RuntimeError> {
-        let mut extents: Vec<Option<Extent>> = plan.buffers.iter().map(|_| None).collect();
-        let mut events = Vec::new();
-        for op in &plan.ops {
-            match op {
-                Op::Reserve(id) => {
-                    let buffer = plan.buffer(*id);
-                    extents[id.0] = Some(self.store.reserve_at(buffer.tier, buffer.offset, buffer.bytes)?);
+    fn losses(&self) -> Result<Vec<f32>, RuntimeError> {
+        let bytes = self.store.get(&self.held[self.model.loss()])?;
+        let (losses, _) = bytes.as_chunks::<4>();
+        Ok(losses.iter().map(|loss| f32::from_le_bytes(*loss)).collect())
+    }
+
+    fn submit_all(&self, program: &mut Program, micro_batches: usize) -> Result<(), RuntimeError> {
+        let ready = {
+            let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
+            let none = vec![None; ready.len()];
+            std::mem::replace(&mut *ready, none)
+        };
+        if !program.evaluation {
+            for (buffer, extent) in self.model.held.iter().zip(&self.held) {
+                if buffer.gradients && buffer.tier == Tier::Hbm {
+                    self.store.fill("gradients to zero", Lane::Compute, extent, 0)?;
                 }
-                Op::Release(id) => {
-                    if let Some(extent) = extents[id.0].take() {
-                        self.store.release(extent);
+            }
+        }
+        let routine: Arc<dyn Routine> = Arc::clone(&program.calls) as _;
+        for micro_batch in 0..micro_batches {
+            let pass =
+                Pass { executor: self, micro_batch, last: micro_batch + 1 == micro_batches, ready: &ready };
+            pass.submit(program, &routine)?;
+        }
+        Ok(())
+    }
+}
+
+/// One micro-batch's way through a program.
+struct Pass<'a> {
+    executor: &'a Executor,
+    micro_batch: usize,
+    last: bool,
+    ready: &'a [Option<Event>],
+}
+
+impl Pass<'_> {
+    fn submit(&self, program: &mut Program, routine: &Arc<dyn Routine>) -> Result<(), RuntimeError> {
+        let Program { plan, ops, tasks, calls, extents, events, evaluation } = program;
+        let base = self.executor.model.resident().get();
+        events.clear();
+        for op in ops.iter() {
+            match *op {
+                Operation::Reserve(id) => {
+                    let buffer = plan.buffer(id);
+                    let above = if buffer.tier == Tier::Hbm { base } else { 0 };
+                    let offset = buffer.offset + above;
+                    extents[id.0] =
+                        Some(self.executor.store.reserve_at(buffer.tier, offset, buffer.bytes)?);
+                }
+                Operation::Release(id) => extents[id.0] = None,
+                Operation::Run(task) => {
+                    let item = calls.item(self.micro_batch, task);
+                    let event = self.task(&tasks[task], extents, events, routine, item)?;
+                    if self.last && !*evaluation && !tasks[task].finals.is_empty() {
+                        self.finals(&tasks[task], &event)?;
                     }
-                }
-                Op::Run(task) => {
-                    let held = |ids: &[BufferId]| -> Vec<&Extent> {
-                        ids.iter().filter_map(|id| extents[id.0].as_ref()).collect()
-                    };
-                    let (reads, writes) = (held(&task.reads), held(&task.writes));
-                    let after: Vec<_> = task.after.iter().map(|t| &events[t.0]).cloned().collect();
-                    let name = plan.name(task);
-                    let event = if task.work == Work::Copy {
-                        self.store.copy(name, reads[0], writes[0], &after)?
-                    } else {
-                        let submission = Submission {
-                            lane: task.lane,
-                            name: name.into(),
-                            reads: &reads,
-                            writes: &writes,
-                            after: &after,
-                            bytes: task.bytes,
-                        };
-                        self.store.submit(submission, self.arithmetic(task, cx))?
-                    };
                     events.push(event);
                 }
             }
@@ -146,70 +294,89 @@ impl Executor {
         Ok(())
     }
 
-    /// The closure that runs when the task's turn has come.
-    fn arithmetic(
+    fn task(
         &self,
-        task: &Task,
-        cx: Context,
-    ) -> impl FnOnce(&mut Access<'_>) -> Result<(), LayerError> + Send + 'static {
-        let model = Arc::clone(&self.model);
-        let work = task.work;
-        move |access| {
-            let (reads, writes) = access.split();
-            let (reads, mut writes) = (reads.collect::<Vec<_>>(), writes.collect::<Vec<_>>());
-            model.run(work, cx, &reads, &mut writes)
+        task: &Prepared,
+        extents: &[Option<Extent>],
+        events: &[Event],
+        routine: &Arc<dyn Routine>,
+        item: usize,
+    ) -> Result<Event, RuntimeError> {
+        let store = &self.executor.store;
+        let find = |places: &[Place]| -> Result<SmallVec<[&Extent; FEW]>, StoreError> {
+            let extent = |place: &Place| match *place {
+                Place::Plan(buffer) => extents[buffer].as_ref(),
+                Place::Held(held) => self.executor.held.get(held),
+            };
+            // The program was checked: every buffer is held while a task uses it.
+            Ok(places.iter().filter_map(extent).collect())
+        };
+        let (reads, writes) = (find(&task.reads)?, find(&task.writes)?);
+        let mut after: SmallVec<[Event; 2]> = task.after.iter().map(|t| events[t.0].clone()).collect();
+        if self.micro_batch == 0
+            && let Some(event) = task.owner.and_then(|owner| self.ready[owner].as_ref())
+        {
+            after.push(event.clone());
         }
+        let name = Arc::clone(&task.name);
+        let (lane, bytes) = (task.lane, task.bytes);
+        if task.brings_in && self.micro_batch == 0 {
+            // What would come in is zero, and need not be read for that.
+            return Ok(match writes.iter().find(|extent| extent.tier() == Tier::Hbm) {
+                Some(extent) => store.fill(name, lane, extent, 0)?,
+                None => store.submit(Submission::new(lane, name), |_| Ok(()))?,
+            });
+        }
+        if let Some(place) = task.starts_at_zero {
+            let zero = find(&[place])?;
+            store.fill("gradients to zero", Lane::Compute, zero[0], 0)?;
+        }
+        if task.copy {
+            return Ok(store.copy(name, reads[0], writes[0], &after)?);
+        }
+        let submission = Submission { lane, name, reads: &reads, writes: &writes, after: &after, bytes };
+        Ok(store.submit_routine(submission, routine, item)?)
+    }
+
+    /// Submits the hook for the gradients that are final after a task, one call of it for each buffer of gradients.
+    fn finals(&self, task: &Prepared, event: &Event) -> Result<(), RuntimeError> {
+        let Some(hook) = &self.executor.hook else { return Ok(()) };
+        let held = |held: HeldId| &self.executor.held[held];
+        let mut rest: &[Final] = &task.finals;
+        while let Some(first) = rest.first() {
+            let places = |f: &Final| (f.gradient.as_ref().map(|g| g.0), f.weights.as_ref().map(|w| w.0));
+            let same = |f: &&Final| places(f) == places(first);
+            let count = rest.iter().take_while(same).count();
+            let (group, others) = rest.split_at(count);
+            rest = others;
+            let in_memory = |place: &Option<(HeldId, Range<usize>)>| {
+                place.as_ref().map(|(id, _)| held(*id)).filter(|extent| extent.tier() != Tier::Nvme)
+            };
+            let reads: SmallVec<[&Extent; 1]> = in_memory(&first.gradient).into_iter().collect();
+            let weights = in_memory(&first.weights).filter(|_| hook.updates);
+            let writes: SmallVec<[&Extent; 1]> = weights.into_iter().collect();
+            let submission = Submission {
+                reads: &reads,
+                writes: &writes,
+                after: std::slice::from_ref(event),
+                ..Submission::new(Lane::Optimizer, "final gradients")
+            };
+            let done = hook.submit(&self.executor.store, submission, group)?;
+            for parameter in group {
+                for &owner in &self.executor.model.parameters[&parameter.parameter].owners {
+                    self.executor.ready.lock().unwrap_or_else(PoisonError::into_inner)[owner] =
+                        Some(done.clone());
+                }
+            }
+        }
+        Ok(())
     }
 }
 
-impl Model {
-    fn run(
-        &self,
-        work: Work,
-        cx: Context,
-        reads: &[&[u8]],
-        writes: &mut [&mut [u8]],
-    ) -> Result<(), LayerError> {
-        let within = |layer: Option<LayerIndex>, phase| Context { layer, phase, ..cx };
-        match work {
-            Work::Prologue => self.prologue.forward(&within(None, Phase::Forward), writes[0]),
-            Work::Forward { layer, keep } => {
-                let cx = within(Some(layer), Phase::Forward);
-                let saved = self.layer(layer).forward(&cx, reads[0], Some(writes[0]), keep)?;
-                if keep {
-                    *self.kept(layer) = Some(saved.ok_or_else(|| no_internals(layer))?);
-                }
-                Ok(())
-            }
-            Work::Recompute { layer, save } => {
-                let cx = within(Some(layer), Phase::Recompute);
-                let out = if save { None } else { Some(&mut *writes[0]) };
-                let saved = self.layer(layer).forward(&cx, reads[0], out, save)?;
-                if save {
-                    *self.kept(layer) = Some(saved.ok_or_else(|| no_internals(layer))?);
-                }
-                Ok(())
-            }
-            Work::Epilogue => self.epilogue.run(&within(None, Phase::Backward), reads[0], writes[0]),
-            Work::Backward(layer) => {
-                let saved = self.kept(layer).take().ok_or_else(|| no_internals(layer))?;
-                let cx = within(Some(layer), Phase::Backward);
-                self.layer(layer).backward(&cx, reads[0], saved, reads[1], writes[0])
-            }
-            Work::PrologueBackward => self.prologue.backward(&within(None, Phase::Backward), reads[0]),
-            Work::Copy => Ok(()),
-        }
+impl std::fmt::Debug for Executor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let layers = self.model.layers.len();
+        let held: Bytes = self.held.iter().map(Extent::bytes).sum();
+        f.debug_struct("Executor").field("layers", &layers).field("held", &held).finish_non_exhaustive()
     }
-
-    fn layer(&self, layer: LayerIndex) -> &dyn Layer {
-        self.layers[layer.get()].as_ref()
-    }
-
-    fn kept(&self, layer: LayerIndex) -> std::sync::MutexGuard<'_, Option<Saved>> {
-        self.kept[layer.get()].lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn no_internals(layer: LayerIndex) -> LayerError {
-    format!("layer {layer} was asked to save its internals and returned none").into()
 }

@@ -51,13 +51,14 @@ impl BoundaryLog {
         Ok(BoundaryLog { file, path: path.to_owned(), copies: Copies::of(plan) })
     }
 
-    /// Appends what the store kept of the pass that has just ended, well or not.
+    /// Appends what the store kept of the step that has just ended, well or not.
     ///
     /// # Errors
     /// When the disk is full or gone.
-    pub(crate) fn write(&mut self, step: u64, micro_batch: usize, store: &Store) -> Result<()> {
+    pub(crate) fn write(&mut self, step: u64, store: &Store) -> Result<()> {
         let records = store.take_boundary_records();
-        for (record, task) in records.iter().zip(self.copies.names(&records)) {
+        for (record, name) in records.iter().zip(self.copies.names(&records)) {
+            let (micro_batch, task) = name.map_or((0, None), |(m, name)| (m, Some(name)));
             let BoundaryRecord { offset, bytes, checksum, f32, .. } = record;
             let side = match record.side {
                 BoundarySide::BeforeWrite => "before_write",
@@ -79,7 +80,7 @@ impl BoundaryLog {
             serde_json::to_writer(&mut self.file, &line).map_err(TrainError::json(&self.path))?;
             self.file.write_all(b"\n").map_err(TrainError::io(&self.path))?;
         }
-        // A pass that failed is the last one, and what it left is what is looked for.
+        // A step that failed is the last one, and what it left is what is looked for.
         self.file.flush().map_err(TrainError::io(&self.path))
     }
 }
@@ -101,8 +102,8 @@ impl Copies {
         Copies(copies)
     }
 
-    /// The copies that the records of one pass are of.
-    fn names(&self, records: &[BoundaryRecord]) -> Vec<Option<&str>> {
+    /// The micro-batches and copies that the records of one step are of.
+    fn names(&self, records: &[BoundaryRecord]) -> Vec<Option<(usize, &str)>> {
         let mut seen: HashMap<(Lane, u64), usize> = HashMap::new();
         let name = |record: &BoundaryRecord| {
             let lane = match record.side {
@@ -110,9 +111,10 @@ impl Copies {
                 BoundarySide::AfterRead => Lane::NvmeRead,
             };
             let nth = seen.entry((lane, record.offset)).or_default();
-            let name = self.0.get(&(lane, record.offset)).and_then(|names| names.get(*nth));
+            let names = self.0.get(&(lane, record.offset)).filter(|names| !names.is_empty());
+            let name = names.map(|names| (*nth / names.len(), names[*nth % names.len()].as_str()));
             *nth += 1;
-            name.map(String::as_str)
+            name
         };
         records.iter().map(name).collect()
     }
@@ -148,7 +150,7 @@ mod tests {
             "boundary 3 nvme_read",
             "boundary 5 nvme_read",
         ];
-        assert_eq!(names[..6], expected.map(Some));
-        assert_eq!(names[6], None);
+        assert_eq!(names[..6], expected.map(|name| Some((0, name))));
+        assert_eq!(names[6], Some((1, "boundary 2 nvme_read")));
     }
 }

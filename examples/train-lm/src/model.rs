@@ -1,10 +1,13 @@
 //! The decoder as the executor sees it: prologue, layers, epilogue.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use lazy_model::Bytes;
 use lazy_runtime::candle::{CandleLayer, Parameter, tensor, write};
-use lazy_runtime::{Context, Epilogue, Gradients, Layer, LayerError, Prologue};
+use lazy_runtime::{
+    Context, Epilogue, Gradients, Grads, Input, Layer, LayerError, LayerSizes, Loss, Model, ModelOptions,
+    Output, Prologue, RuntimeError, Weights,
+};
 
 use crate::decoder::{Decoder, IGNORED, StepContext, shifted_targets, with_slice};
 use crate::dropout::DropoutKey;
@@ -25,64 +28,40 @@ impl Shape {
     }
 }
 
-/// A decoder, its gradients, and the data it is fed.
+/// Token ids of a micro-batch, row by row: what its calls find in [`Context::inputs`].
+pub type Ids = Vec<u32>;
+
+/// A decoder and its gradients, for steps of one shape.
 pub struct TrainedModel {
     /// Weights and arithmetic.
     pub decoder: Arc<Decoder>,
     /// Gradients of all parameters, numbered as in [`Decoder::parameters`].
     pub gradients: Arc<Gradients>,
-    feed: Arc<Feed>,
     shape: Shape,
+    micro_batches: usize,
     dropout: f32,
 }
 
-/// What the prologue and the epilogue of a step work on, by micro-batch.
-#[derive(Default)]
-struct Feed {
-    step: Mutex<StepFeed>,
-}
-
-#[derive(Default)]
-struct StepFeed {
-    ids: Vec<Arc<Vec<u32>>>,
-    losses: Vec<f32>,
-}
-
-impl Feed {
-    fn lock(&self) -> MutexGuard<'_, StepFeed> {
-        self.step.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn ids(&self, cx: &Context) -> Result<Arc<Vec<u32>>, LayerError> {
-        let ids = self.lock().ids.get(cx.micro_batch).cloned();
-        ids.ok_or_else(|| format!("micro-batch {} was not fed", cx.micro_batch).into())
-    }
-}
-
 impl TrainedModel {
-    /// Wraps a decoder for micro-batches of one shape.
-    pub fn new(decoder: Decoder, shape: Shape, dropout: f32) -> Self {
+    /// Wraps a decoder for micro-batches of one shape, so many in a step.
+    pub fn new(decoder: Decoder, shape: Shape, micro_batches: usize, dropout: f32) -> Self {
         let elements: Vec<usize> = decoder.parameters().iter().map(|(_, v)| v.elem_count()).collect();
         TrainedModel {
             decoder: Arc::new(decoder),
             gradients: Arc::new(Gradients::new(&elements)),
-            feed: Arc::default(),
             shape,
+            micro_batches,
             dropout,
         }
     }
 
-    /// Sets the token ids of all micro-batches of the coming step.
-    pub fn feed(&self, micro_batches: Vec<Vec<u32>>) {
-        let mut feed = self.feed.lock();
-        feed.losses = vec![0.0; micro_batches.len()];
-        feed.ids = micro_batches.into_iter().map(Arc::new).collect();
-    }
-
-    /// Mean loss over all tokens of the last step, in nats.
-    pub fn loss(&self) -> f32 {
-        // In a fixed order: the same sum for every schedule.
-        self.feed.lock().losses.iter().sum()
+    /// The decoder as the executor takes it. A micro-batch's loss is its part of the mean over the tokens of all: their sum is the step's.
+    ///
+    /// # Errors
+    /// When the step has no micro-batches.
+    pub fn model(&self) -> Result<Model, RuntimeError> {
+        let options = ModelOptions { micro_batches: self.micro_batches, ..ModelOptions::default() };
+        Model::new(self.prologue(), self.layers(), self.epilogue(), options)
     }
 
     /// Size of each boundary.
@@ -96,12 +75,7 @@ impl TrainedModel {
 
     /// The embedding.
     pub fn prologue(&self) -> Arc<dyn Prologue> {
-        Arc::new(Embedding {
-            decoder: Arc::clone(&self.decoder),
-            gradients: Arc::clone(&self.gradients),
-            feed: Arc::clone(&self.feed),
-            shape: self.shape,
-        })
+        Arc::new(Ends::of(self))
     }
 
     /// The layers.
@@ -110,10 +84,17 @@ impl TrainedModel {
         let boundary = self.boundary_bytes();
         let declared = self.decoder.declared(self.shape.batch, self.shape.seq);
         let saved = declared.layer_internals_total() + boundary + boundary;
-        (0..self.decoder.spec().layers()).map(|layer| self.layer(layer, saved)).collect()
+        let sizes = LayerSizes {
+            output: boundary,
+            saved,
+            // A layer that is run for its output alone holds, one after the other, what its graph would keep.
+            forward_workspace: saved + declared.layer_workspace,
+            backward_workspace: declared.layer_gradients + declared.layer_workspace,
+        };
+        (0..self.decoder.spec().layers()).map(|layer| self.layer(layer, sizes)).collect()
     }
 
-    fn layer(&self, layer: usize, saved: Bytes) -> Arc<dyn Layer> {
+    fn layer(&self, layer: usize, sizes: LayerSizes) -> Arc<dyn Layer> {
         let named = self.decoder.parameters();
         let parameters = self.decoder.layer_parameters(layer).map(|number| Parameter {
             number,
@@ -121,70 +102,82 @@ impl TrainedModel {
             variable: named[number].1.clone(),
         });
         let (decoder, dropout) = (Arc::clone(&self.decoder), self.dropout);
-        let forward = move |cx: &Context, x: &candle_core::Tensor| {
+        let forward = move |cx: &Context<'_>, x: &candle_core::Tensor| {
             let key = DropoutKey { seed: cx.seed, step: cx.step, micro_batch: cx.micro_batch as u64 };
             Ok(decoder.layer_forward(layer, x, &StepContext { dropout, key })?)
         };
         let gradients = Arc::clone(&self.gradients);
-        Arc::new(CandleLayer::new(self.dims(), forward, parameters.collect(), gradients, saved))
+        Arc::new(CandleLayer::new(self.dims(), forward, parameters.collect(), gradients, sizes))
     }
 
     /// Final norm, head and loss.
     pub fn epilogue(&self) -> Arc<dyn Epilogue> {
-        Arc::new(Loss {
-            decoder: Arc::clone(&self.decoder),
-            gradients: Arc::clone(&self.gradients),
-            feed: Arc::clone(&self.feed),
-            shape: self.shape,
-        })
+        Arc::new(Ends::of(self))
     }
 }
 
-struct Embedding {
+/// Embedding and loss, which share the embedding's weights where those are tied.
+struct Ends {
     decoder: Arc<Decoder>,
     gradients: Arc<Gradients>,
-    feed: Arc<Feed>,
     shape: Shape,
+    micro_batches: usize,
 }
 
-impl Prologue for Embedding {
+impl Ends {
+    fn of(model: &TrainedModel) -> Ends {
+        Ends {
+            decoder: Arc::clone(&model.decoder),
+            gradients: Arc::clone(&model.gradients),
+            shape: model.shape,
+            micro_batches: model.micro_batches,
+        }
+    }
+
+    fn dims(&self) -> (usize, usize, usize) {
+        (self.shape.batch, self.shape.seq, self.decoder.spec().hidden)
+    }
+}
+
+impl Prologue for Ends {
     fn output_bytes(&self) -> Bytes {
         Bytes((self.shape.tokens() * self.decoder.spec().hidden * size_of::<f32>()) as u64)
     }
 
-    fn forward(&self, cx: &Context, out: &mut [u8]) -> Result<(), LayerError> {
-        write(&self.decoder.embed(&self.feed.ids(cx)?, self.shape.batch, self.shape.seq)?, out)
+    fn forward(&self, cx: &Context<'_>, _: Weights<'_>, out: Output<'_>) -> Result<(), LayerError> {
+        write(&self.decoder.embed(cx.inputs::<Ids>()?, self.shape.batch, self.shape.seq)?, out.bytes()?)
     }
 
-    fn backward(&self, cx: &Context, dy: &[u8]) -> Result<(), LayerError> {
-        let dims = (self.shape.batch, self.shape.seq, self.decoder.spec().hidden);
-        let gradient = self.decoder.embed_backward(&self.feed.ids(cx)?, &tensor(dy, &dims.into())?)?;
+    fn backward(
+        &self,
+        cx: &Context<'_>,
+        _: Weights<'_>,
+        dy: Input<'_>,
+        _: Grads<'_>,
+    ) -> Result<(), LayerError> {
+        let dy = tensor(dy.bytes()?, &self.dims().into())?;
+        let gradient = self.decoder.embed_backward(cx.inputs::<Ids>()?, &dy)?;
         with_slice(&gradient, |values| self.gradients.add(0, values))??;
         Ok(())
     }
 }
 
-struct Loss {
-    decoder: Arc<Decoder>,
-    gradients: Arc<Gradients>,
-    feed: Arc<Feed>,
-    shape: Shape,
-}
+impl Epilogue for Ends {
+    fn workspace(&self) -> Bytes {
+        self.decoder.declared(self.shape.batch, self.shape.seq).loss_workspace
+    }
 
-impl Epilogue for Loss {
-    fn run(&self, cx: &Context, x: &[u8], dx: &mut [u8]) -> Result<(), LayerError> {
-        let dims = (self.shape.batch, self.shape.seq, self.decoder.spec().hidden);
-        let targets = shifted_targets(&self.feed.ids(cx)?, self.shape.seq);
+    fn run(&self, cx: &Context<'_>, call: Loss<'_>) -> Result<(), LayerError> {
+        let targets = shifted_targets(cx.inputs::<Ids>()?, self.shape.seq);
         let counted = targets.iter().filter(|&&t| t != IGNORED).count();
-        let micro_batches = self.feed.lock().ids.len();
         // The mean runs over the tokens of all micro-batches, so their gradients simply add up.
-        let result = self.decoder.loss(&tensor(x, &dims.into())?, &targets, counted * micro_batches)?;
-        write(&result.dh, dx)?;
+        let h = tensor(call.x.bytes()?, &self.dims().into())?;
+        let result = self.decoder.loss(&h, &targets, counted * self.micro_batches)?;
+        call.loss.f32()?[0] = result.loss;
+        let Some(dx) = call.dx else { return Ok(()) };
+        write(&result.dh, dx.bytes()?)?;
         for (number, gradient) in &result.gradients {
             with_slice(gradient, |values| self.gradients.add(*number, values))??;
-        }
-        if let Some(loss) = self.feed.lock().losses.get_mut(cx.micro_batch) {
-            *loss = result.loss;
         }
         Ok(())
     }

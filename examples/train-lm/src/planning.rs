@@ -1,10 +1,8 @@
 //! From a model, a profile and caps to a verified schedule.
 
-use lazy_model::step::StepSizes;
-use lazy_model::{
-    Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Streamed, Tier, TierBytes, Verified, Workspaces,
-};
+use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Tier, TierBytes, Verified};
 use lazy_optim_nvme::{AdamOptions, NvmeAdam};
+use lazy_runtime::Model;
 use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
 
@@ -47,8 +45,9 @@ pub fn problem(
     plan: &str,
     prefetch: Prefetch,
 ) -> Result<StepProblem> {
-    let layers = model.layers();
-    let n = layers.len();
+    let runtime = model.model()?;
+    let sizes = runtime.sizes().clone();
+    let n = sizes.saved.len();
     let boundary = model.boundary_bytes();
     let costs = profile.costs().filter(|c| c.forward.len() == n).ok_or_else(|| {
         TrainError::Usage(format!(
@@ -56,9 +55,9 @@ pub fn problem(
              --batch and --seq, or leave --profile out"
         ))
     })?;
-    let fixed = fixed(model, settings, adam);
+    let fixed = fixed(model, &runtime, settings, adam);
     let defaults = if plan == "auto" {
-        let least = least(model, settings, adam);
+        let least = least(model, settings, adam)?;
         default_budgets(n as u64, boundary, least, prefetch.blocks().unwrap_or(0) as u64)
     } else {
         TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN }
@@ -67,10 +66,10 @@ pub fn problem(
         Ok::<_, TrainError>(budgets.cap(tier).map_err(TrainError::Usage)?.unwrap_or(defaults.get(tier)))
     };
     Ok(StepProblem {
-        boundary_bytes: vec![boundary; n + 1],
-        saved_bytes: layers.iter().map(|l| l.saved_bytes()).collect(),
-        workspaces: workspaces(model, settings),
-        streamed: Streamed::default(),
+        boundary_bytes: sizes.boundary,
+        saved_bytes: sizes.saved,
+        workspaces: sizes.workspaces,
+        streamed: sizes.streamed,
         costs,
         micro_batches: settings.accum,
         optimizer: optimizer_time(profile, model.decoder.spec().total_parameters()),
@@ -81,41 +80,21 @@ pub fn problem(
 }
 
 /// What a step holds throughout, whatever is placed where.
-fn fixed(model: &TrainedModel, settings: &Settings, adam: &AdamOptions) -> TierBytes {
+fn fixed(model: &TrainedModel, runtime: &Model, settings: &Settings, adam: &AdamOptions) -> TierBytes {
     let shape = settings.shape();
     let declared = model.decoder.declared(shape.batch, shape.seq);
     TierBytes {
-        hbm: declared.weights + declared.gradients,
+        hbm: declared.weights + declared.gradients + runtime.resident(),
         host: NvmeAdam::ring_bytes(adam),
         nvme: Bytes::ZERO,
     }
 }
 
-/// What layers and loss need while they run.
-fn workspaces(model: &TrainedModel, settings: &Settings) -> Workspaces {
-    let shape = settings.shape();
-    let declared = model.decoder.declared(shape.batch, shape.seq);
-    let layers = model.layers().len();
-    // A layer that is run for its output alone holds, one after the other, what its graph would keep.
-    let forward = declared.layer_internals_total() + model.boundary_bytes() * 2 + declared.layer_workspace;
-    Workspaces {
-        forward: vec![forward; layers],
-        backward: vec![declared.layer_gradients + declared.layer_workspace; layers],
-        loss: declared.loss_workspace,
-    }
-}
-
 /// What a step holds at the least, whatever is placed where.
-fn least(model: &TrainedModel, settings: &Settings, adam: &AdamOptions) -> TierBytes {
-    let layers = model.layers();
-    let sizes = StepSizes {
-        boundary: &vec![model.boundary_bytes(); layers.len() + 1],
-        saved: &layers.iter().map(|l| l.saved_bytes()).collect::<Vec<_>>(),
-        workspaces: &workspaces(model, settings),
-        streamed: &Streamed::default(),
-    };
-    let fixed = fixed(model, settings, adam);
-    TierBytes { hbm: fixed.hbm + sizes.least_hbm(), ..fixed }
+fn least(model: &TrainedModel, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
+    let runtime = model.model()?;
+    let fixed = fixed(model, &runtime, settings, adam);
+    Ok(TierBytes { hbm: fixed.hbm + runtime.sizes().step().least_hbm(), ..fixed })
 }
 
 /// Refuses, before anything is measured, caps that are no sizes and steps that no plan can make fit.
@@ -128,7 +107,7 @@ pub fn check_room(
     adam: &AdamOptions,
     budgets: &BudgetArgs,
 ) -> Result<()> {
-    let fixed = least(model, settings, adam);
+    let fixed = least(model, settings, adam)?;
     for tier in Tier::ALL {
         if let Some(budget) = budgets.cap(tier).map_err(TrainError::Usage)?
             && budget < fixed.get(tier)

@@ -7,11 +7,11 @@ use lazy_model::{
     Bytes, BytesPerSecond, HardwareProfile, LayerIndex, Links, Marked, Seconds, StepTimes, Tiers,
 };
 use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
-use lazy_runtime::{Context, Phase};
+use lazy_runtime::{Backward, Context, Forward, Grads, Input, Loss, Output, Phase, Saved, Weights};
 use lazy_store::{LinkLimits, NvmeOptions, Store, StoreOptions};
 
 use crate::error::{Result, TrainError};
-use crate::model::{Shape, TrainedModel};
+use crate::model::{Ids, Shape, TrainedModel};
 use crate::stop;
 
 /// Repetitions after one that warms up.
@@ -64,25 +64,43 @@ fn layer_times(model: &TrainedModel, shape: Shape, when: &str) -> Result<StepTim
     let bytes = model.boundary_bytes().get() as usize;
     let (prologue, layers, epilogue) = (model.prologue(), model.layers(), model.epilogue());
     let vocab = model.decoder.spec().vocab as u32;
-    model.feed(vec![(0..shape.tokens() as u32).map(|t| t.wrapping_mul(2_654_435_761) % vocab).collect()]);
-    let cx = Context { seed: 0, step: 0, micro_batch: 0, layer: None, phase: Phase::Forward };
+    let ids: Ids = (0..shape.tokens() as u32).map(|t| t.wrapping_mul(2_654_435_761) % vocab).collect();
+    let cx = Context::new(None, Phase::Forward).with_inputs(&ids);
     let (mut x, mut y, mut dx) = (vec![0u8; bytes], vec![0u8; bytes], vec![0u8; bytes]);
     let mut times = Times::default();
     for repetition in 0..=REPETITIONS {
         let mut taken = Times::default();
-        taken.prologue.push(time(|| prologue.forward(&cx, &mut x))?);
+        taken.prologue.push(time(|| prologue.forward(&cx, Weights::none(), Output::of(&mut x)))?);
         for (l, layer) in layers.iter().enumerate() {
             stop::check()?;
-            let cx = Context { layer: Some(LayerIndex(l)), ..cx };
-            taken.forward.push(time(|| layer.forward(&cx, &x, Some(&mut y), false).map(|_| ()))?);
-            let mut saved = None;
-            taken.saving.push(time(|| layer.forward(&cx, &x, None, true).map(|s| saved = s))?);
-            if let Some(saved) = saved {
-                taken.backward.push(time(|| layer.backward(&cx, &x, saved, &y, &mut dx))?);
-            }
+            let cx = Context::new(Some(LayerIndex(l)), Phase::Forward).with_inputs(&ids);
+            taken.forward.push(time(|| layer.forward(&cx, forward(&x, Some(&mut y))).map(drop))?);
+            let mut saved = Saved::none();
+            taken.saving.push(time(|| layer.forward(&cx, forward(&x, None)).map(|s| saved = s))?);
+            let backward = Backward {
+                weights: Weights::none(),
+                x: Input::of(&x),
+                internals: Input::of(&[]),
+                saved,
+                dy: Input::of(&y),
+                dx: Output::of(&mut dx),
+                grads: Grads::none(),
+                workspace: Output::of(&mut []),
+            };
+            taken.backward.push(time(|| layer.backward(&cx, backward))?);
         }
-        taken.epilogue.push(time(|| epilogue.run(&cx, &x, &mut dx))?);
-        taken.prologue_backward.push(time(|| prologue.backward(&cx, &dx))?);
+        let mut loss = [0; size_of::<f32>()];
+        let call = Loss {
+            weights: Weights::none(),
+            x: Input::of(&x),
+            dx: Some(Output::of(&mut dx)),
+            grads: Grads::none(),
+            loss: Output::of(&mut loss),
+            workspace: Output::of(&mut []),
+        };
+        taken.epilogue.push(time(|| epilogue.run(&cx, call))?);
+        let backward = || prologue.backward(&cx, Weights::none(), Input::of(&dx), Grads::none());
+        taken.prologue_backward.push(time(backward)?);
         if repetition > 0 {
             times.append(taken);
         }
@@ -100,6 +118,13 @@ fn layer_times(model: &TrainedModel, shape: Shape, when: &str) -> Result<StepTim
         prologue_backward_ms: one(times.prologue_backward),
         epilogue_ms: one(times.epilogue),
     })
+}
+
+/// A forward for an output, or for internals where there is none.
+fn forward<'a>(x: &'a [u8], out: Option<&'a mut [u8]>) -> Forward<'a> {
+    let save = out.is_none().then(|| Output::of(&mut []));
+    let (weights, workspace) = (Weights::none(), Output::of(&mut []));
+    Forward { weights, x: Input::of(x), out: out.map(Output::of), save, workspace }
 }
 
 /// Samples in milliseconds.

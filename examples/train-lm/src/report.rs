@@ -2,7 +2,7 @@
 
 use lazy_model::report::{Compared, Fact, Headline, RunReport, TierOccupancy};
 use lazy_model::{Bytes, ModelSpec, Schedule, Span, StepProblem, Tier, TierBytes, Verified};
-use lazy_runtime::PassReport;
+use lazy_runtime::StepReport;
 
 use crate::error::{Result, TrainError};
 use crate::metrics::StepMetrics;
@@ -14,7 +14,7 @@ use crate::train::Summary;
 /// The last step, span by span.
 pub struct LastStep {
     /// Its micro-batches.
-    pub passes: Vec<PassReport>,
+    pub passes: StepReport,
     /// Its optimizer.
     pub optimizer: Vec<Span>,
 }
@@ -59,9 +59,8 @@ fn fact(label: &str, value: impl Into<String>) -> Fact {
 
 impl Inputs<'_> {
     fn report(&self) -> RunReport {
-        let spans = self.last.map(|last| {
-            last.passes.iter().flat_map(|p| &p.timeline.spans).chain(&last.optimizer).cloned().collect()
-        });
+        let spans =
+            self.last.map(|last| last.passes.timeline.spans.iter().chain(&last.optimizer).cloned().collect());
         RunReport {
             title: format!("{} steps of a {} decoder", self.summary.steps, self.spec.family.model_type()),
             facts: self.facts(),
@@ -161,12 +160,12 @@ impl Inputs<'_> {
     /// The plan's buffers over one micro-batch. What is there anyway would hide them; it is among the facts.
     fn occupancy(&self, tier: Tier) -> TierOccupancy {
         let plan = &self.verified.plan;
-        let measured = self.last.and_then(|last| last.passes.first());
+        let measured = self.last.map(|last| last.passes.pass(0));
         TierOccupancy {
             tier,
             budget: Some(self.budgets.get(tier).saturating_sub(self.base(tier))),
             promised: self.verified.timeline.occupancy(plan, tier),
-            measured: measured.map(|pass| pass.timeline.occupancy(plan, tier)).unwrap_or_default(),
+            measured: measured.map(|pass| pass.occupancy(plan, tier)).unwrap_or_default(),
         }
     }
 

@@ -2,12 +2,13 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
 use lazy_model::{Bytes, Schedule, Seconds, Span, StepProblem, Tier};
 use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, OptimError, ParamSpec, StepInput, StepOutcome};
-use lazy_runtime::{Context, Executor, PassReport, Phase};
+use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
 use lazy_store::scratch::RunDir;
 use lazy_store::{NvmeOptions, Store, StoreOptions};
 use serde::{Deserialize, Serialize};
@@ -19,7 +20,7 @@ use crate::data::Corpus;
 use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
 use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
-use crate::model::TrainedModel;
+use crate::model::{Ids, TrainedModel};
 use crate::planning::{Chosen, choose, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
 use crate::probe::{median, spill_file};
@@ -121,6 +122,7 @@ struct Run<'a> {
     chosen: Chosen,
     folder: RunFolder,
     executor: Executor,
+    program: Program,
     optimizer: NvmeAdam,
     boundaries: Option<BoundaryLog>,
     console: Console,
@@ -154,8 +156,9 @@ impl<'a> Run<'a> {
             Some(folder) => folder,
             None => RunFolder::create(&out, &settings, steps, &config)?,
         };
-        let store = open_store(&chosen, &spill, args.debug_boundaries)?;
-        let executor = Executor::new(store, model.prologue(), model.layers(), model.epilogue());
+        let store = open_store(&model, &chosen, &spill, args.debug_boundaries)?;
+        let executor = Executor::new(store, model.model()?, ExecutorOptions::default())?;
+        let program = executor.prepare(chosen.verified.plan.clone())?;
         let (optimizer, cursor) = open_state(&settings, &folder, &model, &adam, new, &chosen.schedule)?;
         folder.started();
         let schedule = chosen.schedule.to_json()?;
@@ -180,6 +183,7 @@ impl<'a> Run<'a> {
             chosen,
             folder,
             executor,
+            program,
             optimizer,
             boundaries,
             console,
@@ -228,30 +232,26 @@ impl<'a> Run<'a> {
     ) -> Result<()> {
         let start = Instant::now();
         let settings = &self.settings;
-        let rows = (0..settings.accum as u64)
-            .map(|m| self.corpus.batch(settings.seed, step, m, settings.batch, settings.seq))
-            .collect::<std::result::Result<Vec<_>, _>>()?;
-        self.model.feed(rows);
-        let store = self.executor.store();
-        store.start_step();
+        let inputs = (0..settings.accum as u64)
+            .map(|m| {
+                let ids: Ids = self.corpus.batch(settings.seed, step, m, settings.batch, settings.seq)?;
+                Ok(Arc::new(ids) as _)
+            })
+            .collect::<Result<Vec<_>>>()?;
         let origin = Instant::now();
-        let mut passes = Vec::with_capacity(settings.accum);
-        for micro_batch in 0..settings.accum {
-            let cx = Context { seed: settings.seed, step, micro_batch, layer: None, phase: Phase::Forward };
-            let pass = self.executor.run(&self.chosen.verified.plan, cx);
-            let store = self.executor.store();
-            let logged = self.boundaries.as_mut().map_or(Ok(()), |log| log.write(step, micro_batch, store));
-            passes.push(pass?);
-            logged?;
-        }
-        let loss = self.model.loss();
+        let ran = self.executor.run(&mut self.program, &Step { seed: settings.seed, step, inputs });
+        let logged = self.boundaries.as_mut().map_or(Ok(()), |log| log.write(step, self.executor.store()));
+        let passes = ran?;
+        logged?;
+        // In a fixed order: the same sum for every schedule.
+        let loss = passes.losses.iter().sum();
         let outcome = self.update(step, origin)?;
         let zero = Instant::now();
         self.model.gradients.zero();
         let zero_grad = Seconds(zero.elapsed().as_secs_f64());
         let total = Seconds(start.elapsed().as_secs_f64());
 
-        let spans: Vec<&Span> = passes.iter().flat_map(|p| &p.timeline.spans).chain(&outcome.spans).collect();
+        let spans: Vec<&Span> = passes.timeline.spans.iter().chain(&outcome.spans).collect();
         let metrics = self.measure(step, loss, total, zero_grad, &passes, &outcome, &spans);
         // First of what is written: the step is committed, so this line belongs to the run.
         writer.write(&metrics)?;
@@ -311,19 +311,15 @@ impl<'a> Run<'a> {
         loss: f32,
         total: Seconds,
         zero_grad: Seconds,
-        passes: &[PassReport],
+        passes: &StepReport,
         outcome: &StepOutcome,
         spans: &[&Span],
     ) -> StepMetrics {
         let tokens = self.settings.tokens() as f64;
-        let mut exposed_s = lazy_model::schedule::ExposedSeconds::default();
-        for pass in passes {
-            exposed_s += pass.exposed;
-        }
         let seconds = StepSeconds {
             step: total,
-            forward: passes.iter().map(|p| p.forward).sum(),
-            backward: passes.iter().map(|p| p.backward).sum(),
+            forward: passes.forward,
+            backward: passes.backward,
             clip: outcome.seconds.norm,
             optimizer: outcome.seconds.update + outcome.seconds.commit,
             zero_grad,
@@ -339,7 +335,7 @@ impl<'a> Run<'a> {
             tokens_per_s: tokens / total.get(),
             tflops: flops / total.get() / 1e12,
             bytes: LaneBytes::of(spans.iter().copied()),
-            exposed_s,
+            exposed_s: passes.exposed,
             peak_bytes: self.peaks(),
             rss_bytes: resident_bytes(),
         }
@@ -352,6 +348,8 @@ impl<'a> Run<'a> {
         for tier in Tier::ALL {
             *peaks.get_mut(tier) += store.peak(tier);
         }
+        // What the executor holds throughout is among the sizes that are declared.
+        peaks.hbm = peaks.hbm.saturating_sub(self.executor.model().resident());
         peaks
     }
 
@@ -399,11 +397,16 @@ impl<'a> Run<'a> {
     }
 }
 
-fn open_store(chosen: &Chosen, spill: &RunDir, debug_boundaries: bool) -> Result<Store> {
-    let extents = chosen.verified.plan.extents;
+fn open_store(
+    model: &TrainedModel,
+    chosen: &Chosen,
+    spill: &RunDir,
+    debug_boundaries: bool,
+) -> Result<Store> {
+    let extents = model.model()?.needs(&chosen.verified.plan);
     let nvme = (extents.nvme > Bytes::ZERO)
         .then(|| NvmeOptions { debug_boundaries, ..spill_file(spill.path(), extents.nvme) });
-    // The verified extents are the budgets: the store refuses whatever the plan did not promise.
+    // What the plan needs are the budgets: the store refuses whatever the plan did not promise.
     Ok(Store::open(StoreOptions { hbm: extents.hbm, host: extents.host, nvme, ..StoreOptions::default() })?)
 }
 

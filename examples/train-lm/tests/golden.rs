@@ -9,8 +9,7 @@ use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
 use lazy_model::ModelSpec;
-use lazy_runtime::{Context, Phase};
-use plan::planned;
+use plan::{on, planned};
 use train_lm::decoder::{Decoder, with_slice};
 use train_lm::model::{Shape, TrainedModel};
 
@@ -30,19 +29,13 @@ fn check(case: &str, letters: &str) {
         Decoder::new(spec, &mut |name, _| with_slice(&weights[name], <[f32]>::to_vec).unwrap()).unwrap();
     let ids = golden["input_ids"].to_dtype(DType::U32).unwrap().flatten_all().unwrap().to_vec1().unwrap();
 
-    let model = TrainedModel::new(decoder, Shape { batch: 2, seq: 24 }, 0.0);
+    let model = TrainedModel::new(decoder, Shape { batch: 2, seq: 24 }, 1, 0.0);
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let (plan, executor) = planned(&model, letters, dir.path(), true);
-    model.feed(vec![ids]);
-    let cx = Context { seed: 0, step: 0, micro_batch: 0, layer: None, phase: Phase::Forward };
-    executor.run(&plan, cx).unwrap();
+    let (mut program, mut executor) = planned(&model, letters, dir.path(), true);
+    let loss = executor.run(&mut program, &on(ids, 0)).unwrap().losses[0];
 
     let expected = json["loss"].as_f64().unwrap();
-    assert!(
-        (f64::from(model.loss()) - expected).abs() < 1e-5,
-        "{case}: loss {} for {expected}",
-        model.loss()
-    );
+    assert!((f64::from(loss) - expected).abs() < 1e-5, "{case}: loss {loss} for {expected}");
     let gradients = model.gradients.read();
     for ((name, _), gradient) in model.decoder.parameters().iter().zip(&gradients) {
         let want = with_slice(&golden[&format!("grad.{name}")], <[f32]>::to_vec).unwrap();

@@ -9,8 +9,7 @@ mod plan;
 use counting::{forget_peak, live, peak};
 use lazy_model::{Bytes, ModelSpec};
 use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
-use lazy_runtime::{Context, Phase};
-use plan::planned;
+use plan::{on, planned};
 use train_lm::decoder::Decoder;
 use train_lm::model::{Shape, TrainedModel};
 use train_lm::random::initial_values;
@@ -24,9 +23,9 @@ fn most_allocated(letters: &str, shape: Shape) -> (usize, Bytes) {
     let before = live();
     let spec = ModelSpec::from_json(include_str!("../config.json")).unwrap();
     let decoder = Decoder::new(spec, &mut |name, shape| initial_values(0, name, shape)).unwrap();
-    let model = TrainedModel::new(decoder, shape, 0.1);
+    let model = TrainedModel::new(decoder, shape, 1, 0.1);
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let (plan, executor) = planned(&model, letters, dir.path(), false);
+    let (mut program, mut executor) = planned(&model, letters, dir.path(), false);
     let adam =
         AdamOptions { bucket_elements: 1 << 19, chunk_bytes: Bytes::from_mib(1), ..AdamOptions::default() };
     let named = model.decoder.parameters();
@@ -39,9 +38,8 @@ fn most_allocated(letters: &str, shape: Shape) -> (usize, Bytes) {
         if step == 1 {
             forget_peak();
         }
-        model.feed(vec![(0..shape.tokens() as u32).map(|t| t * 31 % 256).collect()]);
-        let cx = Context { seed: 0, step, micro_batch: 0, layer: None, phase: Phase::Forward };
-        executor.run(&plan, cx).unwrap();
+        let ids = (0..shape.tokens() as u32).map(|t| t * 31 % 256).collect();
+        executor.run(&mut program, &on(ids, step)).unwrap();
         let gradients = model.gradients.read();
         let views: Vec<Option<&[f32]>> = gradients.iter().map(|g| Some(g.as_slice())).collect();
         let input =

@@ -15,7 +15,7 @@ use crate::units::{BoundaryIndex, Bytes, LayerIndex, Placement, Tier};
 const HBM_ALIGNMENT: u64 = 256;
 /// Alignment of buffers in host RAM and on NVMe: a page, which suits `O_DIRECT` on drives with sectors up to that. Where a file
 /// system asks for more, the store refuses the offsets.
-pub(crate) const PAGE_ALIGNMENT: u64 = 4096;
+pub const PAGE_ALIGNMENT: u64 = 4096;
 
 /// The list of a schedule whose shape has been checked.
 pub(super) fn build(schedule: &Schedule, sizes: &StepSizes<'_>) -> Result<StepPlan, StepError> {
