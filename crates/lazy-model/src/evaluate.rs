@@ -180,7 +180,7 @@ pub enum Violation {
         limit: usize,
     },
     /// A tier holds more than its budget.
-    #[error("{tier} holds {} bytes, its budget is {}", needed.get(), budget.get())]
+    #[error("{tier} holds {needed} ({} bytes), its budget is {budget} ({})", needed.get(), budget.get())]
     Budget {
         /// The tier.
         tier: Tier,
@@ -217,7 +217,7 @@ pub enum Violation {
     },
     /// HBM holds more than the cap at some moment of the step.
     #[error(
-        "HBM at {at} holds {} bytes beside the {} fixed ones, and `hbm_cap_bytes` is {}",
+        "HBM at {at} holds {needed} ({} bytes) beside {fixed} ({}) that are fixed, and `hbm_cap_bytes` is {cap} ({})",
         needed.get(), fixed.get(), cap.get()
     )]
     Hbm {

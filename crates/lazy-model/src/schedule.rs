@@ -166,6 +166,14 @@ pub enum ScheduleError {
     /// Not JSON of this format.
     #[error("the schedule is not valid: {0}; make a new one with `lazy-plan --out FILE`")]
     Json(#[from] serde_json::Error),
+    /// A key that is absent, unknown, or of the wrong kind.
+    #[error("the schedule's `{key}`: {problem}; make a new one with `lazy-plan --out FILE`")]
+    Value {
+        /// Its path, or that of the object it is missing in.
+        key: String,
+        /// What is wrong.
+        problem: String,
+    },
     /// Written by another version.
     #[error(
         "the schedule has format version {found}, this program reads versions 1 and {SCHEDULE_VERSION}: make it again with this version"
@@ -222,7 +230,7 @@ impl Schedule {
     /// Reads a schedule; checks version and lengths, not whether it fits a machine.
     ///
     /// # Errors
-    /// When the text is not a schedule of this version.
+    /// When the text is not a schedule of this version; the message names the key path.
     pub fn from_json(text: &str) -> Result<Schedule, ScheduleError> {
         let value = parse(text)?;
         if let Some(found) = value.get("version").and_then(serde_json::Value::as_u64)
@@ -230,7 +238,11 @@ impl Schedule {
         {
             return Err(ScheduleError::Version { found });
         }
-        let schedule: Schedule = serde_json::from_value(value)?;
+        let schedule: Schedule = serde_path_to_error::deserialize(value).map_err(|error| {
+            let path = error.path().to_string();
+            let key = if path == "." { "(top level)".into() } else { path };
+            ScheduleError::Value { key, problem: error.into_inner().to_string() }
+        })?;
         let boundaries = schedule.layers.checked_add(1);
         if boundaries != Some(schedule.placement.len()) || schedule.keep.len() != schedule.layers {
             return Err(ScheduleError::OtherShape {

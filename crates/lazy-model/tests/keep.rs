@@ -97,7 +97,7 @@ fn the_worst_moment_is_named_with_its_bytes() {
     let message = evaluate_keep(&chain, &in_hbm, &KEPT).unwrap_err().to_string();
     assert_eq!(
         message,
-        "HBM at the turn holds 337 bytes beside the 50 fixed ones, and `hbm_cap_bytes` is 386"
+        "HBM at the turn holds 337 B (337 bytes) beside 50 B (50) that are fixed, and `hbm_cap_bytes` is 386 B (386)"
     );
     // Fixed bytes alone above the cap.
     chain.hbm_cap_bytes = Some(Bytes(49));

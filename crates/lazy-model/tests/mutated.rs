@@ -140,6 +140,13 @@ fn verify(profile: &HardwareProfile, schedule: &Schedule) {
 fn a_schedule_with_absurd_counts_is_refused_or_laid_out() {
     let edit = |from: &str, to: &str| schedule().replace(from, to);
     assert!(Schedule::from_json(&edit("\"layers\": 4", "\"layers\": 18446744073709551615")).is_err());
+    for (from, to, path) in [
+        ("\"prefetch\": 1", "\"prefetch\": \"x\"", "`execution.prefetch`"),
+        ("\"layers\": 4", "\"layers\": -4", "`layers`"),
+    ] {
+        let message = Schedule::from_json(&edit(from, to)).unwrap_err().to_string();
+        assert!(message.contains(path), "{message}");
+    }
     let far = Schedule::from_json(&edit("\"prefetch\": 1", "\"prefetch\": 18446744073709551615")).unwrap();
     let all = Schedule::from_json(&edit("\"prefetch\": 1", "\"prefetch\": 4")).unwrap();
     let sizes = [Bytes(4096); 5];
@@ -147,7 +154,7 @@ fn a_schedule_with_absurd_counts_is_refused_or_laid_out() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(500), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn model_configs(text in mutated(CONFIG), batch in any::<usize>(), seq in 1usize..5000) {

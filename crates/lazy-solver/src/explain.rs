@@ -69,17 +69,15 @@ impl fmt::Display for Remedy {
         match self {
             Remedy::Budget { tier, budget, smallest } => write!(
                 f,
-                "raise the {tier} budget from {} to at least {} bytes ({})",
-                budget.get(),
-                smallest.get(),
-                rounded_up(*smallest)
+                "raise the {tier} budget from {budget} to at least {} ({} bytes)",
+                rounded_up(*smallest),
+                smallest.get()
             ),
             Remedy::HbmCap { cap, smallest } => write!(
                 f,
-                "raise hbm_cap_bytes from {} to at least {} ({})",
-                cap.get(),
-                smallest.get(),
-                rounded_up(*smallest)
+                "raise hbm_cap_bytes from {cap} to at least {} ({} bytes)",
+                rounded_up(*smallest),
+                smallest.get()
             ),
             Remedy::SegmentLayers { limit, smallest } => {
                 write!(f, "allow blocks of {smallest} layers (max_segment_layers is {limit})")
