@@ -33,8 +33,8 @@ use crate::options::{
 use crate::store::Store;
 use seals::Seals;
 
-/// Requests in flight at once in each direction.
-const DEPTH: usize = 16;
+/// Requests in flight at once in each direction: enough that the drive has work while this process makes checksums.
+const DEPTH: usize = 32;
 /// Slots of each direction where no staging is asked for: for tails, and for extents whose address does not suit.
 const BOUNCE_SLOTS: usize = 4;
 /// With fewer slots, copy and drive would take turns.
