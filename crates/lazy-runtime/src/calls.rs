@@ -99,6 +99,11 @@ impl Calls {
         Calls { model, calls, kept, notes, evaluation, common: RwLock::default() }
     }
 
+    /// Whether they are the calls of this very model.
+    pub(crate) fn is_of(&self, model: &Arc<Model>) -> bool {
+        Arc::ptr_eq(&self.model, model)
+    }
+
     /// What the steps to come have in common. No task of an earlier one is under way.
     pub(crate) fn set(&self, common: Common) {
         *self.common.write().unwrap_or_else(PoisonError::into_inner) = common;

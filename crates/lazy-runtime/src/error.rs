@@ -58,6 +58,9 @@ pub enum RuntimeError {
         /// How many there are.
         layers: usize,
     },
+    /// A program of another executor.
+    #[error("the program was prepared by another executor: prepare the plan with the one that runs it")]
+    ForeignProgram,
     /// Side inputs for another number of micro-batches.
     #[error(
         "the step brings side inputs for {got} micro-batches, the model runs {want}: give one for each, or none"

@@ -209,6 +209,9 @@ impl Executor {
     /// When the store refuses a reservation or a task fails; a layer's own error is inside, with the task's name. The step is abandoned:
     /// gradients count for nothing, weights are as they were but for what the hook has done, and the next step can be run.
     pub fn run(&mut self, program: &mut Program, step: &Step) -> Result<StepReport, RuntimeError> {
+        if !program.calls.is_of(&self.model) {
+            return Err(RuntimeError::ForeignProgram);
+        }
         let micro_batches = self.model.options().micro_batches;
         if !step.inputs.is_empty() && step.inputs.len() != micro_batches {
             return Err(RuntimeError::Inputs { got: step.inputs.len(), want: micro_batches });

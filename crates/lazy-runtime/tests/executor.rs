@@ -299,6 +299,9 @@ fn steps_and_weights_that_do_not_fit_the_model_are_refused() {
     let three = executor.set_weights(&[(TIED, &[0; 3])]).unwrap_err().to_string();
     assert!(three.contains("3 bytes") && three.contains("6144"), "{three}");
     assert!(executor.gradient(lazy_runtime::ParameterId(99)).is_err());
+    let (_, mut other) =
+        set_up("GGGGGGGGG", NO_KEEP, 1, resident(2), &running(QueueOrder::Threads, dir.path()));
+    assert!(matches!(executor.run(&mut other, &step(0, 2)), Err(RuntimeError::ForeignProgram)));
 }
 
 #[test]
