@@ -21,7 +21,7 @@ use crate::io::fs::is_local;
 use crate::io::make::make_private_dir;
 
 const PREFIX: &str = "lazy-run-";
-/// A folder on its way to becoming a run folder; no sweep looks at it.
+/// A folder on its way to becoming a run folder. A sweep removes it where nobody is at work on it; its maker then begins again.
 const NEW_PREFIX: &str = ".lazy-new-";
 const LOCK: &str = "owner.lock";
 /// First line of the lock file.
@@ -83,8 +83,8 @@ impl RunDir {
         }
     }
 
-    /// Locks the folder under a name that no sweep looks at, and only then gives it its own: so there is no moment at
-    /// which a sweep could take it for a dead run's.
+    /// Locks the folder under a passing name, and only then gives it its own: so there is no moment at which a sweep could take a
+    /// run folder for a dead run's. [`StoreError::Exists`] where the name is taken or a sweep has removed the folder meanwhile.
     fn create_named(root: &Path, name: &str, owner: &Owner) -> Result<RunDir, StoreError> {
         let new = root.join(format!("{NEW_PREFIX}{name}"));
         let path = root.join(format!("{PREFIX}{name}"));
@@ -105,7 +105,7 @@ impl RunDir {
                 rustix::fs::RenameFlags::NOREPLACE,
             )
             .map_err(|e| match e {
-                Errno::EXIST => StoreError::Exists { path: path.clone() },
+                Errno::EXIST | Errno::NOENT => StoreError::Exists { path: path.clone() },
                 e => StoreError::file("name the folder", &path, e),
             })?;
             Ok(lock)
@@ -151,19 +151,43 @@ fn remove_run(path: &Path) -> io::Result<()> {
 
 fn lock_file(dir: &Path, owner: &Owner) -> Result<File, StoreError> {
     let path = dir.join(LOCK);
-    let mut file = File::options()
-        .write(true)
-        .create_new(true)
-        .open(&path)
-        .map_err(|e| StoreError::file("make", &path, e))?;
-    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
-        .map_err(|e| StoreError::file("lock", &path, e))?;
+    // Gone or locked: by a sweep that came in between.
+    let taken = || StoreError::Exists { path: dir.to_owned() };
+    let mut file = File::options().write(true).create_new(true).open(&path).map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound => taken(),
+        _ => StoreError::file("make", &path, e),
+    })?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| match e {
+        Errno::WOULDBLOCK => taken(),
+        e => StoreError::file("lock", &path, e),
+    })?;
     file.write_all(owner.to_string().as_bytes()).map_err(|e| StoreError::file("write", &path, e))?;
     Ok(file)
 }
 
-/// Removes the folders that dead runs left under `root`, and says what it did with each. Looks only at folders that
-/// [`RunDir::create`] names; follows no symbolic link, and touches nothing outside `root`.
+/// Removes what somebody who was making a run folder left when he died: an empty folder, or one with a lock file that nobody
+/// holds. Whoever is still at it finds his folder or his lock taken, and begins again.
+fn remove_unfinished(path: &Path) -> io::Result<()> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let folder = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    if folder.metadata()?.uid() != rustix::process::geteuid().as_raw() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    if std::fs::remove_dir(path).is_ok() {
+        return Ok(());
+    }
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let lock = File::from(rustix::fs::openat(&folder, LOCK, flags, Mode::empty())?);
+    rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+    if lock.metadata()?.is_file() && still_there(path, &folder, &lock.metadata()?) {
+        rustix::fs::unlinkat(&folder, LOCK, AtFlags::empty())?;
+        std::fs::remove_dir(path)?;
+    }
+    Ok(())
+}
+
+/// Removes the folders that dead runs left under `root`, and says what it did with each; also what was left of folders that were
+/// never finished. Looks only at folders that [`RunDir::create`] names; follows no symbolic link, and touches nothing outside `root`.
 ///
 /// # Errors
 ///
@@ -180,6 +204,11 @@ pub fn sweep(root: &Path) -> Result<SweepReport, StoreError> {
     let failed = |e| StoreError::file("list", &root, e);
     for entry in std::fs::read_dir(&root).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
+        if local && name.to_str().is_some_and(|n| n.starts_with(NEW_PREFIX)) {
+            // Not a run's folder yet, so no part of the report.
+            let _ = remove_unfinished(&root.join(name));
+            continue;
+        }
         if !name.to_str().is_some_and(|n| n.starts_with(PREFIX)) {
             continue;
         }

@@ -164,3 +164,48 @@ fn a_program_name_with_parentheses_does_not_hide_the_start_time() {
     let stat = "7 (a) b (c) S 1 7 7 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4711 99 1 18446744073709551615";
     assert_eq!(start_time(stat), Some(4711));
 }
+
+#[test]
+fn t8_what_a_killed_maker_left_unfinished_is_removed_unless_it_is_locked_or_holds_more() {
+    let root = folder();
+    let new = |name: &str| {
+        let path = root.path().join(format!("{NEW_PREFIX}{name}"));
+        std::fs::create_dir(&path).unwrap();
+        path
+    };
+    new("empty");
+    std::fs::write(new("unwritten").join(LOCK), "").unwrap();
+    std::fs::write(new("whole").join(LOCK), dead_owner().to_string()).unwrap();
+    let (held, more) = (new("held"), new("more"));
+    let lock = File::create(held.join(LOCK)).unwrap();
+    rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).unwrap();
+    std::fs::write(more.join("somebody's"), "data").unwrap();
+    std::os::unix::fs::symlink(root.path(), root.path().join(format!("{NEW_PREFIX}link"))).unwrap();
+    assert_eq!(sweep(root.path()).unwrap(), SweepReport::default());
+    let mut left: Vec<_> = std::fs::read_dir(root.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, [".lazy-new-held", ".lazy-new-link", ".lazy-new-more"]);
+    assert_eq!(std::fs::read(more.join("somebody's")).unwrap(), b"data");
+}
+
+#[test]
+fn t8_runs_are_made_beside_sweeps_that_take_their_unfinished_folders() {
+    let root = folder();
+    std::thread::scope(|threads| {
+        let makers: Vec<_> = (0..2)
+            .map(|_| {
+                threads.spawn(|| {
+                    for _ in 0..500 {
+                        let run = RunDir::create(root.path()).unwrap();
+                        assert!(run.path().join(LOCK).is_file());
+                    }
+                })
+            })
+            .collect();
+        while makers.iter().any(|maker| !maker.is_finished()) {
+            let report = sweep(root.path()).unwrap();
+            assert!(report.removed.is_empty(), "{report:?}");
+        }
+    });
+    assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+}
