@@ -34,7 +34,7 @@ pub(crate) fn start(program: Program, subcommand: Option<&str>, args: &[OsString
 }
 
 /// Packages whose programs link the solver.
-const WITH_SOLVER: [&str; 2] = ["lazy-solver", "train-lm"];
+const WITH_SOLVER: [&str; 3] = ["lazy-solver", "bench-runtime", "train-lm"];
 
 /// Builds binary target `binary` of `package` in release mode, after what it links is there.
 pub(crate) fn build(package: &str, binary: &str, features: &[&str]) -> Outcome<PathBuf> {

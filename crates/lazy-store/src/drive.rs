@@ -427,11 +427,18 @@ fn call(inner: &Inner, name: &str, lane: Lane, job: Job) -> Result<Kept, StoreEr
     }
 }
 
-/// Sleeps until `bytes` could have passed at the limit.
+/// How much later than asked a sleep ends, commonly.
+const LATE: Duration = Duration::from_micros(150);
+
+/// Waits until `bytes` could have passed at the limit: asleep, but for the end, which would come late.
 fn slow_down(limit: Option<BytesPerSecond>, bytes: Bytes, start: Instant) {
     let Some(limit) = limit else { return };
-    if let Ok(least) = Duration::try_from_secs_f64(limit.time(bytes).get()) {
-        std::thread::sleep(least.saturating_sub(start.elapsed()));
+    let Ok(least) = Duration::try_from_secs_f64(limit.time(bytes).get()) else { return };
+    if let Some(asleep) = least.checked_sub(start.elapsed() + LATE) {
+        std::thread::sleep(asleep);
+    }
+    while start.elapsed() < least {
+        std::thread::yield_now();
     }
 }
 
