@@ -7,8 +7,8 @@ use std::thread::JoinHandle;
 use super::Window;
 use super::note::{Note, Watch};
 
-/// With fewer processors there is no helper: checksums made between requests take less of the CPU than a second thread that has
-/// to be woken for each, and small virtual machines were seen to slow their drive down as much for one busy processor more.
+/// With fewer processors there is no helper: checksums made between requests were seen to take a little less of the CPU than a
+/// second thread that has to be woken for each, and the drive was no slower for it.
 /// Tests have it wherever there are two.
 const PROCESSORS: usize = if cfg!(any(test, feature = "test-util")) { 2 } else { 4 };
 
