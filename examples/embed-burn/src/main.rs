@@ -1,5 +1,7 @@
 //! Trains a model written in burn with boundaries in HBM, in host RAM, on NVMe and recomputed.
 
+#![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
+
 mod model;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,9 +11,8 @@ use burn::prelude::*;
 use lazy_model::{Bytes, Placement, Schedule};
 use lazy_runtime::*;
 use lazy_store::{NvmeOptions, Store, StoreOptions};
-use model::{BLOCKS, Block, ROWS, WIDTH, batch};
+use model::{BLOCKS, BOUNDARY, Block, Ends, ROWS, WIDTH, batch};
 
-const BOUNDARY: Bytes = Bytes((4 * ROWS * WIDTH) as u64);
 /// What a block's graph keeps: its input and output, and about five tensors of twice their width.
 const GRAPH: Bytes = Bytes(12 * BOUNDARY.get());
 
@@ -73,38 +74,6 @@ impl Layer for BurnLayer {
     }
 }
 
-struct Ends;
-
-impl Prologue for Ends {
-    fn output_bytes(&self) -> Bytes {
-        BOUNDARY
-    }
-    fn forward(&self, cx: &Context<'_>, _: Weights<'_>, out: Output<'_>) -> Result<(), LayerError> {
-        out.f32()?.copy_from_slice(&cx.inputs::<(Vec<f32>, Vec<f32>)>()?.0);
-        Ok(())
-    }
-    fn backward(
-        &self,
-        _: &Context<'_>,
-        _: Weights<'_>,
-        _: Input<'_>,
-        _: Grads<'_>,
-    ) -> Result<(), LayerError> {
-        Ok(())
-    }
-}
-
-impl Epilogue for Ends {
-    fn run(&self, cx: &Context<'_>, call: Loss<'_>) -> Result<(), LayerError> {
-        let (x, wanted) = (call.x.f32()?, &cx.inputs::<(Vec<f32>, Vec<f32>)>()?.1);
-        let count = x.len() as f32;
-        call.loss.f32()?[0] = x.iter().zip(wanted).map(|(x, y)| (x - y) * (x - y) / count).sum();
-        let Some(dx) = call.dx else { return Ok(()) };
-        dx.f32()?.iter_mut().zip(x.iter().zip(wanted)).for_each(|(dx, (x, y))| *dx = 2.0 * (x - y) / count);
-        Ok(())
-    }
-}
-
 #[expect(clippy::print_stdout, reason = "shows that the loss falls")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let device = Device::default().autodiff();
@@ -135,4 +104,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     println!("loss {:.4} -> {:.4}", losses[0], losses[59]);
     if losses[59] < 0.5 * losses[0] { Ok(()) } else { Err("the loss did not fall by half".into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn it_trains() {
+        super::main().unwrap();
+    }
 }

@@ -8,44 +8,14 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use lazy_model::{Bytes, Placement, Schedule};
-use lazy_runtime::candle::{CandleLayer, Parameter, tensor, write};
+use lazy_runtime::candle::{CandleLayer, Parameter};
 use lazy_runtime::*;
 use lazy_store::{NvmeOptions, Store, StoreOptions};
-use model::{Blocks, SHAPE, batch};
+use model::{BOUNDARY, Blocks, Ends, SHAPE, batch};
 
-const BOUNDARY: Bytes = Bytes((4 * SHAPE.0 * SHAPE.1 * SHAPE.2 * SHAPE.3) as u64);
 /// What a block's graph keeps: about a dozen tensors of a boundary's size, and im2col's nine for each convolution.
 const GRAPH: Bytes = Bytes(30 * BOUNDARY.get());
 const RATE: f64 = 0.02;
-
-struct Ends;
-
-impl Prologue for Ends {
-    fn output_bytes(&self) -> Bytes {
-        BOUNDARY
-    }
-    fn forward(&self, cx: &Context<'_>, _: Weights<'_>, out: Output<'_>) -> Result<(), LayerError> {
-        write(&cx.inputs::<(Tensor, Tensor)>()?.0, out.bytes()?)
-    }
-    fn backward(
-        &self,
-        _: &Context<'_>,
-        _: Weights<'_>,
-        _: Input<'_>,
-        _: Grads<'_>,
-    ) -> Result<(), LayerError> {
-        Ok(())
-    }
-}
-
-impl Epilogue for Ends {
-    fn run(&self, cx: &Context<'_>, call: Loss<'_>) -> Result<(), LayerError> {
-        let off = (tensor(call.x.bytes()?, &SHAPE.into())? - &cx.inputs::<(Tensor, Tensor)>()?.1)?;
-        call.loss.f32()?[0] = off.sqr()?.mean_all()?.to_scalar()?;
-        let dx = (&off * (2.0 / off.elem_count() as f64))?;
-        call.dx.map_or(Ok(()), |out| write(&dx, out.bytes()?))
-    }
-}
 
 /// A step of gradient descent on every variable.
 fn descend(variables: &[Parameter], gradients: &Gradients) -> candle_core::Result<()> {
@@ -59,13 +29,7 @@ fn descend(variables: &[Parameter], gradients: &Gradients) -> candle_core::Resul
 
 /// Trains for some steps under a plan of one letter a boundary: `G` HBM, `C` host, `N` NVMe, `-` recompute. Returns the losses.
 fn train(blocks: Blocks, letters: &str, steps: u64) -> Result<Vec<f32>, Box<dyn std::error::Error>> {
-    let named = blocks.variables.iter().flatten().enumerate();
-    let numbered = named.map(|(number, (name, variable))| Parameter {
-        number,
-        name: name.clone(),
-        variable: variable.clone(),
-    });
-    let variables: Vec<Parameter> = numbered.collect();
+    let variables = blocks.variables.concat();
     let elements: Vec<usize> = variables.iter().map(|p| p.variable.elem_count()).collect();
     let gradients = Arc::new(Gradients::new(&elements));
     let sizes = LayerSizes {
@@ -74,8 +38,7 @@ fn train(blocks: Blocks, letters: &str, steps: u64) -> Result<Vec<f32>, Box<dyn 
         backward_workspace: GRAPH,
         ..LayerSizes::default()
     };
-    let layers = blocks.blocks.into_iter().enumerate().map(|(l, block)| {
-        let own = variables.iter().filter(|p| p.name.starts_with(&format!("{l}."))).cloned().collect();
+    let layers = blocks.blocks.into_iter().zip(blocks.variables).map(|(block, own)| {
         let forward = move |_: &Context<'_>, x: &Tensor| Ok(block.forward(x, None)?);
         Arc::new(CandleLayer::new(SHAPE, forward, own, Arc::clone(&gradients), sizes)) as Arc<dyn Layer>
     });

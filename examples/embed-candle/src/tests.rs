@@ -12,7 +12,7 @@ fn by_candle(blocks: &Blocks, steps: u64) -> Vec<f32> {
         let loss = (out - y).unwrap().sqr().unwrap().mean_all().unwrap();
         losses.push(loss.to_scalar::<f32>().unwrap());
         let gradients = loss.backward().unwrap();
-        for (_, variable) in blocks.variables.iter().flatten() {
+        for Parameter { variable, .. } in blocks.variables.iter().flatten() {
             let gradient = gradients.get(variable).unwrap();
             variable.set(&(variable.as_tensor() - (gradient * RATE).unwrap()).unwrap()).unwrap();
         }
@@ -20,8 +20,12 @@ fn by_candle(blocks: &Blocks, steps: u64) -> Vec<f32> {
     losses
 }
 
-fn values(variables: &[Vec<(String, candle_core::Var)>]) -> Vec<f32> {
-    variables.iter().flatten().flat_map(|(_, v)| v.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+fn values(variables: &[Vec<Parameter>]) -> Vec<f32> {
+    variables
+        .iter()
+        .flatten()
+        .flat_map(|p| p.variable.flatten_all().unwrap().to_vec1::<f32>().unwrap())
+        .collect()
 }
 
 #[test]
@@ -51,4 +55,9 @@ fn every_plan_trains_as_one_graph_does() {
         // Among plans every bit is the same.
         assert!(*bits.get_or_insert_with(|| trained.clone()) == trained, "{letters}");
     }
+}
+
+#[test]
+fn it_trains() {
+    main().unwrap();
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::Finding;
 
 /// Each workspace crate, and the workspace crates it may name as dependencies of any kind.
-const ALLOWED: [(&str, &[&str]); 10] = [
+const ALLOWED: [(&str, &[&str]); 11] = [
     ("lazy-model", &[]),
     ("lazy-solver", &["lazy-model"]),
     ("lazy-store", &["lazy-model"]),
@@ -17,6 +17,7 @@ const ALLOWED: [(&str, &[&str]); 10] = [
     ("train-lm", &["lazy-model", "lazy-solver", "lazy-store", "lazy-runtime", "lazy-optim-nvme"]),
     ("bench-runtime", &["lazy-model", "lazy-solver", "lazy-store", "lazy-runtime"]),
     ("embed-burn", &["lazy-model", "lazy-store", "lazy-runtime"]),
+    ("embed-cuda", &["lazy-model", "lazy-store", "lazy-runtime"]),
     ("embed-candle", &["lazy-model", "lazy-store", "lazy-runtime"]),
     ("xtask", &[]),
 ];
@@ -25,7 +26,10 @@ const ALLOWED: [(&str, &[&str]); 10] = [
 /// uses lazy-runtime without it is named there, too.
 const CONFINED: [(&str, &[&str]); 2] = [
     ("coin_cbc", &["lazy-solver", "bench-runtime", "train-lm"]),
-    ("candle-core", &["lazy-runtime", "bench-runtime", "embed-burn", "embed-candle", "train-lm"]),
+    (
+        "candle-core",
+        &["lazy-runtime", "bench-runtime", "embed-burn", "embed-candle", "embed-cuda", "train-lm"],
+    ),
 ];
 
 /// Crates that may reach no package with a `links` key, for they must build on a bare machine.
