@@ -25,12 +25,16 @@ const MUTANTS: &[&str] = &[
     "test",
     "--package",
     "lazy-store",
+    "--package",
+    "lazy-runtime",
     "--features",
-    "test-util",
+    "lazy-store/test-util",
     "--test",
     "hazards",
+    "--test",
+    "interleavings",
     "--",
-    "mutants::",
+    "mutants",
     "--nocapture",
 ];
 

@@ -11,9 +11,9 @@ use lazy_runtime::{
     LayerSizes, Loss, Model, ModelOptions, Output, Parameter, ParameterId, Phase, Prologue, Saved, Step,
     Weights,
 };
-use lazy_store::{LinkLimits, NvmeOptions, QueueOrder, Store, StoreOptions};
+use lazy_store::{DirectChoice, LinkLimits, NvmeOptions, QueueOrder, Store, StoreOptions};
 
-pub(crate) const WIDTH: usize = 1536;
+pub(crate) const WIDTH: usize = 256;
 pub(crate) const BYTES: Bytes = Bytes(4 * WIDTH as u64);
 pub(crate) const LAYERS: usize = 8;
 /// The parameter that prologue and epilogue share.
@@ -201,7 +201,13 @@ pub(crate) struct Running<'a> {
 /// A store with exactly what the plan promises to need, released memory poisoned.
 pub(crate) fn store(model: &Model, plan: &StepPlan, running: &Running<'_>) -> Store {
     let needs = model.needs(plan);
-    let nvme = (needs.nvme > Bytes::ZERO).then(|| NvmeOptions::new(running.dir, needs.nvme));
+    // Orders drawn from a seed are many, and the page cache is fast.
+    let direct = match running.order {
+        QueueOrder::Threads => DirectChoice::Auto,
+        QueueOrder::Seeded(_) => DirectChoice::Off,
+    };
+    let nvme = (needs.nvme > Bytes::ZERO)
+        .then(|| NvmeOptions { direct, ..NvmeOptions::new(running.dir, needs.nvme) });
     let options = StoreOptions {
         hbm: needs.hbm,
         host: needs.host,
@@ -217,11 +223,15 @@ pub(crate) fn store(model: &Model, plan: &StepPlan, running: &Running<'_>) -> St
 /// An executor with the first weights set.
 pub(crate) fn executor(store: Store, model: Model, options: ExecutorOptions) -> Executor {
     let executor = Executor::new(store, model, options).unwrap();
+    set_first_weights(&executor);
+    executor
+}
+
+pub(crate) fn set_first_weights(executor: &Executor) {
     let weights: Vec<Vec<f32>> = (0..=LAYERS).map(first_weights).collect();
     let named: Vec<(ParameterId, &[u8])> =
         weights.iter().enumerate().map(|(p, w)| (ParameterId(p), bytemuck::cast_slice(w))).collect();
     executor.set_weights(&named).unwrap();
-    executor
 }
 
 pub(crate) fn floats(bytes: Vec<u8>) -> Vec<f32> {
