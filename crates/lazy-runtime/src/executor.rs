@@ -2,7 +2,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lazy_model::step::StepPlan;
+use lazy_model::step::{StepPlan, TierBytes};
 use lazy_model::{Bytes, Lane, Tier};
 use lazy_store::{Event, Extent, Routine, Store, StoreError, Submission};
 use smallvec::SmallVec;
@@ -228,8 +228,8 @@ impl Executor {
         finished?;
         submitted?;
         let losses = self.losses()?;
-        let peaks = Tier::ALL.map(|tier| self.store.peak(tier));
-        Ok(StepReport::new(program, spans, micro_batches, losses, peaks))
+        let held = (each_tier(|tier| self.store.peak(tier)), each_tier(|tier| self.store.high_water(tier)));
+        Ok(StepReport::new(program, spans, micro_batches, losses, held))
     }
 
     fn losses(&self) -> Result<Vec<f32>, RuntimeError> {
@@ -259,6 +259,10 @@ impl Executor {
         }
         Ok(())
     }
+}
+
+fn each_tier(bytes: impl Fn(Tier) -> Bytes) -> TierBytes {
+    TierBytes { hbm: bytes(Tier::Hbm), host: bytes(Tier::Host), nvme: bytes(Tier::Nvme) }
 }
 
 /// One micro-batch's way through a program.

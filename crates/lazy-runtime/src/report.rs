@@ -27,6 +27,8 @@ pub struct StepReport {
     pub waits: Vec<Wait>,
     /// The most each tier held at once; parameters that stay in HBM included.
     pub peaks: TierBytes,
+    /// The end of the highest range that was held in each tier; parameters that stay in HBM included. What a plan's extents promise.
+    pub extents: TierBytes,
     tasks: usize,
 }
 
@@ -59,7 +61,7 @@ pub struct Compared {
 /// Promise and measurement side by side; prints as a table.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
-    /// Step, forward, backward, recomputation; for each link its transfers and the time waited for them; each tier's peak.
+    /// Step, forward, backward, recomputation; for each link its transfers and the time waited for them; each tier's extent.
     pub rows: Vec<Compared>,
 }
 
@@ -69,7 +71,7 @@ impl StepReport {
         spans: Vec<Span>,
         micro_batches: usize,
         losses: Vec<f32>,
-        peaks: [Bytes; 3],
+        (peaks, extents): (TierBytes, TierBytes),
     ) -> StepReport {
         let plan = program.plan();
         let timeline = Timeline { spans: of_the_plan(program, spans, micro_batches) };
@@ -89,7 +91,6 @@ impl StepReport {
                 plan.tasks().zip(pass).filter(|(task, _)| matches!(task.work, Work::Recompute { .. }));
             recompute += again.map(|(_, span)| span.duration()).sum();
         }
-        let [hbm, host, nvme] = peaks;
         StepReport {
             losses,
             forward,
@@ -98,7 +99,8 @@ impl StepReport {
             exposed: timeline.exposed_since(start),
             waits: waits(plan, &timeline, start, program.tasks.len()),
             timeline,
-            peaks: TierBytes { hbm, host, nvme },
+            peaks,
+            extents,
             tasks: program.tasks.len(),
         }
     }
@@ -122,8 +124,8 @@ impl StepReport {
         self.timeline.total() - self.timeline.spans.first().map_or(Seconds::ZERO, |s| s.start)
     }
 
-    /// This step beside what a simulation of one micro-batch of its plan says, and peaks beside the plan's extents with `resident` bytes of
-    /// HBM.
+    /// This step beside what a simulation of one micro-batch of its plan says, and measured extents beside the plan's with `resident`
+    /// bytes of HBM.
     pub fn compare(&self, plan: &StepPlan, predicted: &Timeline, resident: Bytes) -> Comparison {
         let times = (self.timeline.spans.len() / self.tasks.max(1)) as f64;
         let again = |timeline: &Timeline| -> f64 {
@@ -162,9 +164,9 @@ impl StepReport {
         for tier in Tier::ALL {
             let resident = if tier == Tier::Hbm { resident } else { Bytes::ZERO };
             rows.push(Compared {
-                what: format!("{tier} peak"),
+                what: format!("{tier} extent"),
                 predicted: (plan.extents.get(tier) + resident).get() as f64,
-                measured: self.peaks.get(tier).get() as f64,
+                measured: self.extents.get(tier).get() as f64,
                 unit: "bytes",
             });
         }

@@ -3,59 +3,15 @@
 
 mod common;
 
-use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use common::{
-    BYTES, Fault, LAYERS, Running, TIED, bits, by_hand, descend, executor, first_weights, folder, gradients,
-    model, schedule, squares, step, store, trained_by_hand, weights,
-};
-use lazy_model::{Bytes, StepPlan, Tier};
-use lazy_runtime::{
-    Executor, ExecutorOptions, Model, ModelOptions, Owner, Phase, Program, RuntimeError, Step,
-};
-use lazy_store::{LinkLimits, QueueOrder, Store, StoreOptions};
+use common::*;
+use lazy_model::{Bytes, StepPlan};
+use lazy_runtime::{ExecutorOptions, Model, ModelOptions, Owner, Phase, RuntimeError, Step};
+use lazy_store::{QueueOrder, Store, StoreOptions};
 use proptest::prelude::*;
 
-const NO_KEEP: &str = "--------";
-
-fn running(order: QueueOrder, dir: &Path) -> Running<'_> {
-    Running { order, dir, limits: LinkLimits::default() }
-}
-
-fn set_up(
-    letters: &str,
-    keep: &str,
-    prefetch: usize,
-    options: ModelOptions,
-    running: &Running<'_>,
-) -> (Executor, Program) {
-    let model = model(&squares(), options);
-    let plan = model.plan(&schedule(letters, keep, prefetch)).unwrap();
-    let store = store(&model, &plan, running);
-    let executor = executor(store, model, ExecutorOptions::default());
-    let program = executor.prepare(plan).unwrap();
-    (executor, program)
-}
-
-fn baseline(executor: &Executor) -> [Bytes; 3] {
-    Tier::ALL.map(|tier| executor.store().live(tier))
-}
-
-fn streamed(on_nvme: bool, micro_batches: usize) -> ModelOptions {
-    ModelOptions { micro_batches, stream_weights: true, stream_gradients: true, on_nvme }
-}
-
-fn resident(micro_batches: usize) -> ModelOptions {
-    ModelOptions { micro_batches, ..ModelOptions::default() }
-}
-
-/// What a step by hand gives: losses, and the bits of all gradients.
-fn expected(number: u64, micro_batches: usize) -> (Vec<f32>, Vec<u32>) {
-    let weights: Vec<Vec<f32>> = (0..=LAYERS).map(first_weights).collect();
-    let (losses, gradients) = by_hand(&weights, number, micro_batches);
-    (losses, bits(&gradients))
-}
+const WIDTH: usize = 256;
 
 #[test]
 fn every_schedule_and_prefetch_gives_the_bits_of_a_plain_loop() {
@@ -103,13 +59,7 @@ fn an_optimizer_in_the_backward_pass_trains_to_the_bits_of_a_plain_loop() {
         let dir = folder();
         let (mut executor, mut program) =
             set_up("N-C-G--CG", NO_KEEP, 2, options, &running(QueueOrder::Threads, dir.path()));
-        executor.update_in_backward(|last| {
-            let (Some(gradient), Some(weights)) = (last.gradient, last.weights) else {
-                return Err("bytes that the runtime keeps in memory are handed over".into());
-            };
-            descend(weights.f32()?, gradient.f32()?);
-            Ok(())
-        });
+        update_in_backward(&mut executor);
         for number in 0..4 {
             executor.run(&mut program, &step(number, 2)).unwrap();
         }

@@ -1,164 +1,102 @@
-//! Runs of many steps: the weights of a plain loop, bit for bit, whatever the plan, the tiers, the read-ahead and the links.
+//! Weights after many steps: the bits of a plain loop for every plan, read-ahead, home of weights and number of micro-batches.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
-use std::path::Path;
+use std::collections::HashSet;
 
-use common::{
-    LAYERS, Running, bits, by_hand, descend, executor, first_weights, floats, folder, model, schedule,
-    squares, step, store, trained_by_hand, weights,
-};
-use lazy_model::step::TransferPlanner;
-use lazy_model::timeline::{LinkRates, StepCosts};
-use lazy_model::{BytesPerSecond, Schedule, Seconds};
-use lazy_runtime::{Executor, ExecutorOptions, Model, ModelOptions, ParameterId, Program};
-use lazy_store::{LinkLimits, QueueOrder};
+use common::*;
+use lazy_runtime::ModelOptions;
+use lazy_store::QueueOrder;
 
+const WIDTH: usize = 128;
 const STEPS: u64 = 20;
 
-/// Plans by name: letters, kept layers. The caps of three automatic ones: much HBM, some, next to none.
+/// Plans by name. The last three are what a planner does with little, more and much HBM.
 const PLANS: [(&str, &str, &str); 6] = [
     ("resident", "GGGGGGGGG", "KKKKKKKK"),
-    ("checkpoint", "GGGGGGGGG", "--------"),
-    ("mixed", "N-C-N--CG", "--------"),
-    ("auto, much", "GGCGGGGGG", "KK-KKKK-"),
-    ("auto, some", "C-GCG-GNG", "---K---K"),
-    ("auto, little", "NNCN--CNG", "--------"),
+    ("checkpoint", "GGGGGGGGG", NO_KEEP),
+    ("host and nvme", "NCNCNCNCG", NO_KEEP),
+    ("auto, little HBM", "N--N-C--G", NO_KEEP),
+    ("auto, more HBM", "NC-NC-G-G", "-------K"),
+    ("auto, much HBM", "CCGG-GGGG", "-K---KKK"),
 ];
+const AHEAD: [Ahead; 5] =
+    [Ahead::Prefetch(0), Ahead::Prefetch(1), Ahead::Prefetch(2), Ahead::Prefetch(4), Ahead::Planned(2)];
+/// Where weights and gradients of the layers live, and whether they are updated beside the backward pass.
+const HOMES: [(bool, bool); 3] = [(false, false), (true, false), (true, true)];
 
-fn options(stream: bool, on_nvme: bool, micro_batches: usize) -> ModelOptions {
-    ModelOptions { micro_batches, stream_weights: stream, stream_gradients: stream, on_nvme }
-}
-
-/// Positions as the plan's own time line gives them, for layers and links of these speeds.
-fn planned(model: &Model, mut schedule: Schedule) -> Schedule {
-    let rate = BytesPerSecond(1e6);
-    let times = |ms: f64| vec![Seconds::from_ms(ms); LAYERS];
-    let costs = StepCosts {
-        prologue: Seconds::from_ms(1.0),
-        forward: times(5.0),
-        saving_forward: times(6.0),
-        backward: times(10.0),
-        epilogue: Seconds::from_ms(1.0),
-        prologue_backward: Seconds::from_ms(1.0),
-        links: LinkRates { d2h: rate, h2d: rate, nvme_write: rate, nvme_read: rate, ..LinkRates::default() },
+/// Plan, read-ahead, home and micro-batches, by their places: so many that every two values of two of them meet, or all.
+fn combinations() -> Vec<[usize; 4]> {
+    let all = (0..PLANS.len() * AHEAD.len() * HOMES.len() * 2)
+        .map(|n| [n / 30, n / 6 % AHEAD.len(), n / 2 % HOMES.len(), n % 2]);
+    if deep(2) > 1 {
+        return all.collect();
+    }
+    let pairs = |c: &[usize; 4]| {
+        let c = *c;
+        (0..4).flat_map(move |a| (a + 1..4).map(move |b| (a, b, c[a], c[b]))).collect::<Vec<_>>()
     };
-    let sizes = model.sizes().step();
-    schedule.transfers = Some(TransferPlanner::new(&schedule, &sizes, &costs).plan(&schedule));
-    schedule
-}
-
-fn set_up(
-    (letters, keep): (&str, &str),
-    prefetch: Option<usize>,
-    options: ModelOptions,
-    limits: LinkLimits,
-    dir: &Path,
-) -> (Executor, Program) {
-    let model = model(&squares(), options);
-    let by_distance = schedule(letters, keep, prefetch.unwrap_or(1));
-    let schedule = if prefetch.is_none() { planned(&model, by_distance) } else { by_distance };
-    let plan = model.plan(&schedule).unwrap();
-    let store = store(&model, &plan, &Running { order: QueueOrder::Threads, dir, limits });
-    let mut executor = executor(store, model, ExecutorOptions::default());
-    if !options.on_nvme {
-        executor.update_in_backward(|last| {
-            let (Some(gradient), Some(weights)) = (last.gradient, last.weights) else {
-                return Err("what the runtime keeps in memory is handed over".into());
-            };
-            descend(weights.f32()?, gradient.f32()?);
-            Ok(())
-        });
+    let mut open: HashSet<_> = all.clone().flat_map(|c| pairs(&c)).collect();
+    let mut chosen = Vec::new();
+    // Each time the one that brings the most pairs that have not met.
+    while !open.is_empty() {
+        let new = |c: &[usize; 4]| pairs(c).iter().filter(|pair| open.contains(*pair)).count();
+        let best = all.clone().max_by_key(new).unwrap();
+        open.retain(|pair| !pairs(&best).contains(pair));
+        chosen.push(best);
     }
-    let program = executor.prepare(plan).unwrap();
-    (executor, program)
-}
-
-/// A step of an optimizer that comes after the step.
-fn update(executor: &Executor) {
-    let updated: Vec<Vec<f32>> = weights(executor)
-        .into_iter()
-        .enumerate()
-        .map(|(p, mut w)| {
-            descend(&mut w, &floats(executor.gradient(ParameterId(p)).unwrap()));
-            w
-        })
-        .collect();
-    let named: Vec<(ParameterId, &[u8])> =
-        updated.iter().enumerate().map(|(p, w)| (ParameterId(p), bytemuck::cast_slice(w))).collect();
-    executor.set_weights(&named).unwrap();
-}
-
-fn train(executor: &mut Executor, program: &mut Program, steps: u64) -> Vec<u32> {
-    let options = *executor.model().options();
-    for number in 0..steps {
-        executor.run(program, &step(number, options.micro_batches)).unwrap();
-        if options.on_nvme {
-            update(executor);
-        }
-    }
-    bits(&weights(executor))
+    chosen
 }
 
 #[test]
-fn twenty_steps_give_the_weights_of_a_plain_loop_under_every_plan() {
-    let distances = [Some(0), Some(1), Some(2), Some(4), None];
-    for micro_batches in [1, 3] {
-        let wanted = bits(&trained_by_hand(STEPS, micro_batches));
-        for (p, (name, letters, keep)) in PLANS.into_iter().enumerate() {
-            for (d, prefetch) in distances.into_iter().enumerate() {
-                // Every plan with every read-ahead; where weights are goes round.
-                let home = [(false, false), (true, false), (true, true)][(p + d + micro_batches) % 3];
-                let options = options(home.0, home.1, micro_batches);
-                let dir = folder();
-                let (mut executor, mut program) =
-                    set_up((letters, keep), prefetch, options, LinkLimits::default(), dir.path());
-                let trained = train(&mut executor, &mut program, STEPS);
-                assert!(trained == wanted, "{name}, prefetch {prefetch:?}, {options:?}");
+fn weights_after_twenty_steps_have_the_bits_of_a_plain_loop() {
+    let wanted = [1, 3].map(|micro_batches| bits(&trained_by_hand(STEPS, micro_batches)));
+    let combinations = combinations();
+    assert!(combinations.len() >= PLANS.len() * AHEAD.len(), "every pair occurs");
+    for [plan, ahead, home, number] in combinations {
+        let (name, letters, keep) = PLANS[plan];
+        let (streams, on_nvme) = HOMES[home];
+        let micro_batches = [1, 3][number];
+        let options =
+            ModelOptions { micro_batches, stream_weights: streams, stream_gradients: streams, on_nvme };
+        let dir = folder();
+        let running = running(QueueOrder::Threads, dir.path());
+        let (mut executor, mut program) = set_up_ahead(letters, keep, AHEAD[ahead], options, &running);
+        if !on_nvme {
+            update_in_backward(&mut executor);
+        }
+        for number in 0..STEPS {
+            let report = executor.run(&mut program, &step(number, micro_batches)).unwrap();
+            assert!(report.losses.iter().all(|loss| loss.is_finite()));
+            if on_nvme {
+                update_after(&executor);
             }
         }
+        assert!(bits(&weights(&executor)) == wanted[number], "{name}, {:?}, {options:?}", AHEAD[ahead]);
     }
 }
 
 #[test]
-fn a_link_a_hundred_times_slower_delays_and_changes_nothing() {
-    let slow = Some(BytesPerSecond(2e6));
-    let limits = [
-        LinkLimits { d2h: slow, ..LinkLimits::default() },
-        LinkLimits { h2d: slow, ..LinkLimits::default() },
-        LinkLimits { nvme_write: slow, ..LinkLimits::default() },
-        LinkLimits { nvme_read: slow, ..LinkLimits::default() },
-    ];
-    let wanted = bits(&trained_by_hand(1, 2));
-    for limits in limits {
-        for prefetch in [Some(0), Some(2), Some(4), None] {
-            for stream in [false, true] {
-                let dir = folder();
-                let options = options(stream, false, 2);
-                let (mut executor, mut program) =
-                    set_up(("N-CNN--CG", "--------"), prefetch, options, limits, dir.path());
-                let trained = train(&mut executor, &mut program, 1);
-                assert!(trained == wanted, "{limits:?}, prefetch {prefetch:?}, streamed {stream}");
-            }
-        }
-    }
-}
-
-#[test]
-fn a_thousand_steps_at_prefetch_4_have_the_losses_of_a_plain_loop() {
+fn a_thousand_steps_four_blocks_ahead_lose_no_step_and_no_number() {
     let dir = folder();
-    let options = options(true, false, 1);
-    let (mut executor, mut program) =
-        set_up(("CCNC-NNCG", "--------"), Some(4), options, LinkLimits::default(), dir.path());
-    let mut weights: Vec<Vec<f32>> = (0..=LAYERS).map(first_weights).collect();
+    let running = running(QueueOrder::Threads, dir.path());
+    let (mut executor, mut program) = set_up("C-CCG-CCG", NO_KEEP, 4, streamed(false, 1), &running);
+    update_in_backward(&mut executor);
+    let mut by_loop: Vec<Vec<f32>> = (0..=LAYERS).map(first_weights).collect();
+    let (mut first, mut last) = (f32::NAN, f32::NAN);
     for number in 0..1000 {
-        let (losses, gradients) = by_hand(&weights, number, 1);
-        weights.iter_mut().zip(&gradients).for_each(|(w, g)| descend(w, g));
         let report = executor.run(&mut program, &step(number, 1)).unwrap();
-        assert!(report.losses[0].is_finite());
+        let (losses, gradients) = by_hand(&by_loop, number, 1);
+        by_loop.iter_mut().zip(&gradients).for_each(|(w, g)| descend(w, g));
         assert_eq!(report.losses, losses, "step {number}");
+        last = losses[0];
+        assert!(last.is_finite());
+        first = if first.is_nan() { last } else { first };
     }
-    assert!(weights.iter().flatten().all(|w| w.is_finite()));
-    assert!(bits(&common::weights(&executor)) == bits(&weights));
+    let trained = weights(&executor);
+    assert!(bits(&trained) == bits(&by_loop));
+    assert!(trained.iter().flatten().all(|w| w.is_finite()));
+    // It is a training, not standing still.
+    assert!(last < first, "{last} after {first}");
 }

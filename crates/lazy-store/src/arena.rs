@@ -28,6 +28,8 @@ pub(crate) struct Arena {
     live: Vec<Range<u64>>,
     live_bytes: u64,
     peak: u64,
+    /// End of the highest range that was live.
+    high_water: u64,
     /// Disjoint, in no order.
     leftovers: Vec<Leftover>,
     /// Empty: the room of the list that the other one replaced.
@@ -52,6 +54,7 @@ impl Arena {
             live: Vec::new(),
             live_bytes: 0,
             peak: 0,
+            high_water: 0,
             leftovers: Vec::new(),
             spare: Vec::new(),
             mutant: Mutant::default(),
@@ -75,8 +78,15 @@ impl Arena {
         Bytes(self.peak)
     }
 
-    pub(crate) fn reset_peak(&mut self) {
+    pub(crate) fn high_water(&self) -> Bytes {
+        Bytes(self.high_water)
+    }
+
+    /// Measures peak and high water from what is live now.
+    pub(crate) fn start_step(&mut self) {
         self.peak = self.live_bytes;
+        // Live ranges do not overlap: the one that starts last ends last.
+        self.high_water = self.live.last().map_or(0, |range| range.end);
     }
 
     /// Takes the lowest free range that is long enough.
@@ -164,6 +174,7 @@ impl Arena {
             self.live.insert(place, offset..offset + occupied);
             self.live_bytes += occupied;
             self.peak = self.peak.max(self.live_bytes);
+            self.high_water = self.high_water.max(offset + occupied);
             inherited = self.inherit(offset, offset + occupied, done);
         }
         Reserved { offset, occupied, inherited }
@@ -259,6 +270,10 @@ mod tests {
         fn live(&self) -> usize {
             self.held.iter().flatten().count()
         }
+
+        fn end(&self) -> usize {
+            self.held.iter().rposition(Option::is_some).map_or(0, |last| last + 1)
+        }
     }
 
     /// What of `clock` is still to come after `done`.
@@ -290,6 +305,8 @@ mod tests {
             lane: usize,
             tasks: u64,
         },
+        /// What is measured is measured anew.
+        Measure,
     }
 
     fn step() -> impl Strategy<Value = Step> {
@@ -302,6 +319,7 @@ mod tests {
             5 => (any::<usize>(), 0..Lane::ALL.len(), 0..4u64)
                 .prop_map(|(which, lane, ahead)| Step::Release { which, lane, ahead }),
             1 => (0..Lane::ALL.len(), 1..4u64).prop_map(|(lane, tasks)| Step::Complete { lane, tasks }),
+            1 => Just(Step::Measure),
         ]
     }
 
@@ -310,7 +328,7 @@ mod tests {
         let mut map = ByteMap::new(budget, alignment, padding);
         // Number, place, and what the first writer has to wait for.
         let mut held: Vec<(usize, Reserved)> = Vec::new();
-        let (mut done, mut peak) = (Clock::default(), 0);
+        let (mut done, mut peak, mut high_water) = (Clock::default(), 0, 0);
         for (who, step) in steps.iter().enumerate() {
             let reserved = match *step {
                 Step::Reserve { bytes } => {
@@ -372,6 +390,11 @@ mod tests {
                     done.set(lane, done.get(lane) + tasks);
                     None
                 }
+                Step::Measure => {
+                    arena.start_step();
+                    (peak, high_water) = (0, 0);
+                    None
+                }
                 Step::Release { .. } => None,
             };
             if let Some((range, bytes)) = reserved {
@@ -384,8 +407,9 @@ mod tests {
                 assert_eq!(outstanding(&range.inherited, &done), outstanding(&inherited, &done));
                 held.push((who, range));
             }
-            peak = peak.max(map.live());
-            assert_eq!((arena.live_bytes(), arena.peak()), (Bytes(map.live() as u64), Bytes(peak as u64)));
+            (peak, high_water) = (peak.max(map.live()), high_water.max(map.end()));
+            let measured = [arena.live_bytes(), arena.peak(), arena.high_water()];
+            assert_eq!(measured, [map.live(), peak, high_water].map(|bytes| Bytes(bytes as u64)));
         }
     }
 

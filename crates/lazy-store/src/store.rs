@@ -243,7 +243,8 @@ impl Store {
         Err(failure)
     }
 
-    /// Begins a step: sets the time origin of spans, drops those not taken, and sets every tier's peak to what is live.
+    /// Begins a step: sets the time origin of spans, drops those not taken, and measures every tier's
+    /// [`peak`](Store::peak) and [`high_water`](Store::high_water) from what is live.
     /// Spans are recorded from the first call on; of those that nobody takes, the last million or so are kept.
     pub fn start_step(&self) {
         if let Some(spill) = &self.inner().spill {
@@ -259,7 +260,7 @@ impl Store {
         state.lanes.start_step(base);
         for tier in Tier::ALL {
             if let Some(arena) = state.arena_mut(tier) {
-                arena.reset_peak();
+                arena.start_step();
             }
         }
     }
@@ -277,6 +278,12 @@ impl Store {
     /// The largest value of [`Store::live`] since the step began.
     pub fn peak(&self, tier: Tier) -> Bytes {
         self.inner().lock().arena(tier).map_or(Bytes::ZERO, Arena::peak)
+    }
+
+    /// The end of the highest range of a tier that was held since the step began: what a budget has to reach, where extents lie at
+    /// offsets of the caller's choice.
+    pub fn high_water(&self, tier: Tier) -> Bytes {
+        self.inner().lock().arena(tier).map_or(Bytes::ZERO, Arena::high_water)
     }
 
     /// The limit of a tier.

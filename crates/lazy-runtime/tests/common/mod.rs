@@ -5,15 +5,18 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use lazy_model::schedule::{Execution, Schedule};
-use lazy_model::{Bytes, LayerIndex, Placement, StepPlan};
+use lazy_model::step::{Transfer, TransferPlanner};
+use lazy_model::timeline::{LinkRates, StepCosts};
+use lazy_model::{Bytes, BytesPerSecond, LayerIndex, Placement, Seconds, StepPlan, Tier};
 use lazy_runtime::{
     Backward, Context, Epilogue, Executor, ExecutorOptions, Forward, Grads, Input, Layer, LayerError,
-    LayerSizes, Loss, Model, ModelOptions, Output, Parameter, ParameterId, Phase, Prologue, Saved, Step,
-    Weights,
+    LayerSizes, Loss, Model, ModelOptions, Output, Parameter, ParameterId, Phase, Program, Prologue, Saved,
+    Step, Weights,
 };
-use lazy_store::{DirectChoice, LinkLimits, NvmeOptions, QueueOrder, Store, StoreOptions};
+use lazy_store::{BackendChoice, DirectChoice, LinkLimits, NvmeOptions, QueueOrder, Store, StoreOptions};
 
-pub(crate) const WIDTH: usize = 256;
+/// Elements of a boundary: each test program says how many.
+pub(crate) use crate::WIDTH;
 pub(crate) const BYTES: Bytes = Bytes(4 * WIDTH as u64);
 pub(crate) const LAYERS: usize = 8;
 /// The parameter that prologue and epilogue share.
@@ -201,13 +204,15 @@ pub(crate) struct Running<'a> {
 /// A store with exactly what the plan promises to need, released memory poisoned.
 pub(crate) fn store(model: &Model, plan: &StepPlan, running: &Running<'_>) -> Store {
     let needs = model.needs(plan);
-    // Orders drawn from a seed are many, and the page cache is fast.
-    let direct = match running.order {
-        QueueOrder::Threads => DirectChoice::Auto,
-        QueueOrder::Seeded(_) => DirectChoice::Off,
+    let nvme = NvmeOptions::new(running.dir, needs.nvme);
+    let nvme = match running.order {
+        QueueOrder::Threads => nvme,
+        // Thousands of orders: through the page cache.
+        QueueOrder::Seeded(_) => {
+            NvmeOptions { backend: BackendChoice::Posix, direct: DirectChoice::Off, ..nvme }
+        }
     };
-    let nvme = (needs.nvme > Bytes::ZERO)
-        .then(|| NvmeOptions { direct, ..NvmeOptions::new(running.dir, needs.nvme) });
+    let nvme = (needs.nvme > Bytes::ZERO).then_some(nvme);
     let options = StoreOptions {
         hbm: needs.hbm,
         host: needs.host,
@@ -223,15 +228,8 @@ pub(crate) fn store(model: &Model, plan: &StepPlan, running: &Running<'_>) -> St
 /// An executor with the first weights set.
 pub(crate) fn executor(store: Store, model: Model, options: ExecutorOptions) -> Executor {
     let executor = Executor::new(store, model, options).unwrap();
-    set_first_weights(&executor);
+    set_all(&executor, &(0..=LAYERS).map(first_weights).collect::<Vec<_>>());
     executor
-}
-
-pub(crate) fn set_first_weights(executor: &Executor) {
-    let weights: Vec<Vec<f32>> = (0..=LAYERS).map(first_weights).collect();
-    let named: Vec<(ParameterId, &[u8])> =
-        weights.iter().enumerate().map(|(p, w)| (ParameterId(p), bytemuck::cast_slice(w))).collect();
-    executor.set_weights(&named).unwrap();
 }
 
 pub(crate) fn floats(bytes: Vec<u8>) -> Vec<f32> {
@@ -300,4 +298,179 @@ pub(crate) fn trained_by_hand(steps: u64, micro_batches: usize) -> Vec<Vec<f32>>
 
 pub(crate) fn bits(values: &[Vec<f32>]) -> Vec<u32> {
     values.iter().flatten().map(|v| v.to_bits()).collect()
+}
+
+pub(crate) const NO_KEEP: &str = "--------";
+
+pub(crate) fn running(order: QueueOrder, dir: &Path) -> Running<'_> {
+    Running { order, dir, limits: LinkLimits::default() }
+}
+
+pub(crate) fn set_up(
+    letters: &str,
+    keep: &str,
+    prefetch: usize,
+    options: ModelOptions,
+    running: &Running<'_>,
+) -> (Executor, Program) {
+    set_up_ahead(letters, keep, Ahead::Prefetch(prefetch), options, running)
+}
+
+pub(crate) fn set_up_ahead(
+    letters: &str,
+    keep: &str,
+    ahead: Ahead,
+    options: ModelOptions,
+    running: &Running<'_>,
+) -> (Executor, Program) {
+    let model = model(&squares(), options);
+    let plan = model.plan(&scheduled(&model, letters, keep, ahead)).unwrap();
+    prepared(model, plan, running)
+}
+
+pub(crate) fn prepared(model: Model, plan: StepPlan, running: &Running<'_>) -> (Executor, Program) {
+    let store = store(&model, &plan, running);
+    let executor = executor(store, model, ExecutorOptions::default());
+    let program = executor.prepare(plan).unwrap();
+    (executor, program)
+}
+
+pub(crate) fn baseline(executor: &Executor) -> [Bytes; 3] {
+    Tier::ALL.map(|tier| executor.store().live(tier))
+}
+
+pub(crate) fn streamed(on_nvme: bool, micro_batches: usize) -> ModelOptions {
+    ModelOptions { micro_batches, stream_weights: true, stream_gradients: true, on_nvme }
+}
+
+pub(crate) fn resident(micro_batches: usize) -> ModelOptions {
+    ModelOptions { micro_batches, ..ModelOptions::default() }
+}
+
+/// What a step by hand gives: losses, and the bits of all gradients.
+pub(crate) fn expected(number: u64, micro_batches: usize) -> (Vec<f32>, Vec<u32>) {
+    let weights: Vec<Vec<f32>> = (0..=LAYERS).map(first_weights).collect();
+    let (losses, gradients) = by_hand(&weights, number, micro_batches);
+    (losses, bits(&gradients))
+}
+
+/// How a schedule says when transfers happen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Ahead {
+    Prefetch(usize),
+    /// At the positions that a planner chooses for links of these rates: 0 for slow ones, 9 for fast ones.
+    Planned(u32),
+    /// Back so soon that the room of a boundary is free again for those that leave later in the forward pass.
+    /// What lies on a drive is that many layers in host RAM on its way back.
+    Early(usize),
+}
+
+pub(crate) fn scheduled(model: &Model, letters: &str, keep: &str, ahead: Ahead) -> Schedule {
+    let mut schedule = schedule(letters, keep, 1);
+    let fast = match ahead {
+        Ahead::Planned(fast) => fast,
+        Ahead::Prefetch(blocks) => {
+            schedule.execution.prefetch = blocks;
+            return schedule;
+        }
+        Ahead::Early(staged) => {
+            let early = |(i, placement): (usize, &Placement)| {
+                let back = match placement {
+                    Placement::Host => i + 1,
+                    Placement::Nvme => (i + 1 + staged).min(LAYERS),
+                    _ => return None,
+                };
+                Some(Transfer { out: i, gone: i, stored: i, read: i + 1, back })
+            };
+            schedule.transfers =
+                Some(schedule.placement.iter().take(LAYERS).enumerate().map(early).collect());
+            return schedule;
+        }
+    };
+    let each = |times: [f64; 3]| (0..LAYERS).map(|l| Seconds(times[l % 3])).collect();
+    let rate = |times: f64| BytesPerSecond(BYTES.get() as f64 * times * f64::from(fast + 1));
+    let costs = StepCosts {
+        prologue: Seconds(1.0),
+        forward: each([1.0, 3.0, 2.0]),
+        saving_forward: each([2.0, 3.0, 2.0]),
+        backward: each([4.0, 2.0, 3.0]),
+        epilogue: Seconds(2.0),
+        prologue_backward: Seconds(1.0),
+        links: LinkRates {
+            d2h: rate(0.2),
+            h2d: rate(0.3),
+            nvme_write: rate(0.1),
+            nvme_read: rate(0.15),
+            ..LinkRates::default()
+        },
+    };
+    let sizes = model.sizes().step();
+    let mut planner = TransferPlanner::new(&schedule, &sizes, &costs);
+    (planner.writes_run_on, planner.reads_beside_loss) = (fast.is_multiple_of(2), fast.is_multiple_of(3));
+    schedule.transfers = Some(planner.plan(&schedule));
+    schedule
+}
+
+/// Updates weights beside the backward pass. What lies on NVMe is not handed over: see [`update_after`].
+pub(crate) fn update_in_backward(executor: &mut Executor) {
+    executor.update_in_backward(|last| {
+        let (Some(gradient), Some(weights)) = (last.gradient, last.weights) else {
+            return Err("bytes that the runtime keeps in memory are handed over".into());
+        };
+        descend(weights.f32()?, gradient.f32()?);
+        Ok(())
+    });
+}
+
+/// Updates weights after a step.
+pub(crate) fn update_after(executor: &Executor) {
+    let mut weights = weights(executor);
+    weights.iter_mut().zip(&gradients(executor)).for_each(|(w, g)| descend(w, g));
+    set_all(executor, &weights);
+}
+
+pub(crate) fn set_all(executor: &Executor, weights: &[Vec<f32>]) {
+    let named: Vec<(ParameterId, &[u8])> =
+        weights.iter().enumerate().map(|(p, w)| (ParameterId(p), bytemuck::cast_slice(w))).collect();
+    executor.set_weights(&named).unwrap();
+}
+
+/// How many times as much the deep run does.
+pub(crate) fn deep(times: u64) -> u64 {
+    if std::env::var_os("PROPTEST_CASES").is_some() { times } else { 1 }
+}
+
+/// Numbers from a seed.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % end as u64) as usize
+    }
+
+    pub(crate) fn letters(&mut self) -> String {
+        let first = ['G', 'C', 'N'][self.below(3)];
+        let middle: String = (1..LAYERS).map(|_| ['G', 'C', 'N', '-'][self.below(4)]).collect();
+        format!("{first}{middle}G")
+    }
+
+    pub(crate) fn keep(&mut self) -> String {
+        (0..LAYERS).map(|_| if self.below(3) == 0 { 'K' } else { '-' }).collect()
+    }
+
+    pub(crate) fn ahead(&mut self) -> Ahead {
+        if self.below(3) == 0 {
+            Ahead::Planned(self.below(10) as u32)
+        } else {
+            Ahead::Prefetch(self.below(5))
+        }
+    }
+
+    pub(crate) fn options(&mut self) -> ModelOptions {
+        let [stream_weights, stream_gradients, on_nvme] = [0; 3].map(|_| self.below(2) == 0);
+        ModelOptions { micro_batches: 1 + self.below(3), stream_weights, stream_gradients, on_nvme }
+    }
 }
