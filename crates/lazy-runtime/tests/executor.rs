@@ -286,16 +286,17 @@ proptest! {
     /// The store holds exactly what was promised, so a step that needed more would fail.
     #[test]
     fn any_schedule_completes_within_its_promise(
-        picks in proptest::collection::vec(0usize..4, LAYERS), prefetch in 0usize..5, writes_in_flight in 0usize..4,
+        picks in proptest::collection::vec(0usize..4, LAYERS), prefetch in 0usize..5, planned in proptest::option::of(0u32..10), writes_in_flight in 0usize..4,
         staging_buffers in 1usize..4, keep in proptest::collection::vec(any::<bool>(), LAYERS), seed: u64,
         (weights, gradients_out, on_nvme) in any::<(bool, bool, bool)>(), micro_batches in 1usize..4,
     ) {
         let keep: String = keep.iter().map(|&k| if k { 'K' } else { '-' }).collect();
-        let mut schedule = schedule(&any_letters(&picks), &keep, prefetch);
-        schedule.execution.writes_in_flight = writes_in_flight;
-        schedule.execution.staging_buffers = staging_buffers;
         let options = ModelOptions { micro_batches, stream_weights: weights, stream_gradients: gradients_out, on_nvme };
         let model: Model = model(&squares(), options);
+        let ahead = planned.map_or(Ahead::Prefetch(prefetch), Ahead::Planned);
+        let mut schedule = scheduled(&model, &any_letters(&picks), &keep, ahead);
+        schedule.execution.writes_in_flight = writes_in_flight;
+        schedule.execution.staging_buffers = staging_buffers;
         let plan = model.plan(&schedule).unwrap();
         let dir = folder();
         let store = store(&model, &plan, &running(QueueOrder::Seeded(seed), dir.path()));

@@ -17,6 +17,14 @@ const HBM_ALIGNMENT: u64 = 256;
 /// system asks for more, the store refuses the offsets.
 pub const PAGE_ALIGNMENT: u64 = 4096;
 
+/// What offsets in a tier are multiples of.
+pub(super) const fn alignment(tier: Tier) -> u64 {
+    match tier {
+        Tier::Hbm => HBM_ALIGNMENT,
+        Tier::Host | Tier::Nvme => PAGE_ALIGNMENT,
+    }
+}
+
 /// The list of a schedule whose shape has been checked.
 pub(super) fn build(schedule: &Schedule, sizes: &StepSizes<'_>) -> Result<StepPlan, StepError> {
     let n = schedule.layers;
@@ -538,7 +546,7 @@ impl<'a> Builder<'a> {
         }
         let mut extents = TierBytes::default();
         for tier in Tier::ALL {
-            let alignment = if tier == Tier::Hbm { HBM_ALIGNMENT } else { PAGE_ALIGNMENT };
+            let alignment = alignment(tier);
             let members: Vec<usize> =
                 (0..self.buffers.len()).filter(|&b| self.buffers[b].tier == tier).collect();
             // No offset exceeds this sum, so nothing below overflows.

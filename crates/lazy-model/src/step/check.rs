@@ -1,6 +1,7 @@
 //! Whether a list of operations is that of a step: followed value by value, independently of what built it.
 
 use crate::span::Lane;
+use crate::step::build::alignment;
 use crate::step::{Buffer, BufferId, Content, Op, StepError, StepPlan, StepSizes, Task, Work};
 use crate::units::{BoundaryIndex, Bytes, LayerIndex, Tier};
 
@@ -89,7 +90,16 @@ impl Checker<'_> {
         if !homes.iter().map(|b| b.content).eq(wanted) || homes.iter().any(|b| b.tier != streamed.home()) {
             return Err("has other homes of weights and gradients than the sizes say".into());
         }
-        (0..homes.len()).try_for_each(|b| self.place(BufferId(b)))
+        (0..homes.len()).try_for_each(|b| self.place(BufferId(b)))?;
+        // Whoever holds them knows where they are: one after the other from the bottom.
+        let mut bottom = 0;
+        for (b, home) in homes.iter().enumerate() {
+            if home.offset != bottom {
+                return Err(format!("has home {b} at offset {}, where it lies at {bottom}", home.offset));
+            }
+            bottom = bottom.saturating_add(home.bytes.align_up(alignment(home.tier)).get());
+        }
+        Ok(())
     }
 
     fn follow(&mut self, op: &Op) -> Result<(), String> {
@@ -124,6 +134,10 @@ impl Checker<'_> {
         if buffer.bytes != self.size(buffer) {
             let (content, want) = (buffer.content, self.size(buffer));
             return Err(format!("has {} for {content:?} of {want}", buffer.bytes));
+        }
+        let alignment = alignment(buffer.tier);
+        if !buffer.offset.is_multiple_of(alignment) {
+            return Err(format!("puts buffer {} at {}, no multiple of {alignment}", id.0, buffer.offset));
         }
         let end = |b: &Buffer| b.offset.checked_add(b.bytes.get());
         let extent = self.plan.extents.get(buffer.tier).get();
