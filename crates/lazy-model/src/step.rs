@@ -372,7 +372,8 @@ impl StepPlan {
         Ok(plan)
     }
 
-    /// The list of an evaluation: prologue, layers and loss forward, nothing kept. It needs no more of a tier than training does.
+    /// The list of an evaluation: prologue, layers and loss forward, nothing kept. At no moment does it hold more of a tier than
+    /// training does; where buffers differ in size, its extents may still be larger, since offsets can leave gaps.
     ///
     /// # Errors
     /// When sizes are not those of one model, and when they add up to more than 64 bits hold.

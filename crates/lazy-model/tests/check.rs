@@ -73,6 +73,21 @@ fn moved(plan: &StepPlan, lane: Lane, counts: fn(Content) -> bool) -> u64 {
     tasks.map(|t| t.bytes.get()).sum()
 }
 
+/// The most bytes that a plan's buffers hold in a tier at one position of its list, homes not counted.
+fn most_at_once(plan: &StepPlan, tier: Tier) -> u64 {
+    let bytes = |id: &BufferId| Some(plan.buffer(*id)).filter(|b| b.tier == tier).map_or(0, |b| b.bytes.get());
+    let (mut live, mut most) = (0, 0);
+    for op in &plan.ops {
+        match op {
+            Op::Reserve(id) => live += bytes(id),
+            Op::Release(id) => live -= bytes(id),
+            Op::Run(_) => {}
+        }
+        most = most.max(live);
+    }
+    most
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
@@ -84,14 +99,14 @@ proptest! {
     }
 
     #[test]
-    fn an_evaluation_is_one_and_needs_no_more_than_training(case in any_case()) {
+    fn an_evaluation_is_one_and_holds_no_more_at_once_than_training(case in any_case()) {
         let plan = StepPlan::evaluation(&case.sizes()).unwrap();
         prop_assert_eq!(plan.check(&case.sizes()), Ok(()));
         let training = case.plan();
         // Homes take the same places in both.
         prop_assert_eq!(&plan.buffers[..plan.homes], &training.buffers[..training.homes]);
         for tier in Tier::ALL {
-            prop_assert!(plan.extents.get(tier) <= training.extents.get(tier), "{}", tier);
+            prop_assert!(most_at_once(&plan, tier) <= most_at_once(&training, tier), "{}", tier);
         }
     }
 

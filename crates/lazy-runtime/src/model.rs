@@ -193,7 +193,8 @@ impl Model {
         Ok(StepPlan::with_sizes(schedule, &self.sizes.step())?)
     }
 
-    /// Bytes of each tier that a store needs to run `plan`: its extents, and in HBM what is resident.
+    /// Bytes of each tier that a store needs to run `plan`: its extents, and in HBM what is resident. A store that is to run several
+    /// plans, an evaluation's ([`StepPlan::evaluation`]) among them, needs the largest in each tier.
     pub fn needs(&self, plan: &StepPlan) -> TierBytes {
         TierBytes { hbm: plan.extents.hbm + self.resident(), ..plan.extents }
     }
