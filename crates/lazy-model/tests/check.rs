@@ -75,7 +75,8 @@ fn moved(plan: &StepPlan, lane: Lane, counts: fn(Content) -> bool) -> u64 {
 
 /// The most bytes that a plan's buffers hold in a tier at one position of its list, homes not counted.
 fn most_at_once(plan: &StepPlan, tier: Tier) -> u64 {
-    let bytes = |id: &BufferId| Some(plan.buffer(*id)).filter(|b| b.tier == tier).map_or(0, |b| b.bytes.get());
+    let bytes =
+        |id: &BufferId| Some(plan.buffer(*id)).filter(|b| b.tier == tier).map_or(0, |b| b.bytes.get());
     let (mut live, mut most) = (0, 0);
     for op in &plan.ops {
         match op {
