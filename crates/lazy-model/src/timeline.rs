@@ -164,7 +164,7 @@ impl Timeline {
             before.push(last[span.lane as usize]);
             last[span.lane as usize] = Some(index);
         }
-        let mut waits = Vec::new();
+        let mut waits = Vec::with_capacity(self.spans.len());
         for (index, span) in self.spans.iter().enumerate() {
             if span.lane != Lane::Compute {
                 continue;

@@ -9,11 +9,11 @@ use smallvec::SmallVec;
 
 use crate::calls::Common;
 use crate::error::RuntimeError;
-use crate::hook::{FinalGradient, Hook};
+use crate::hook::{FinalGradient, Hook, HookCalls};
 use crate::layer::{LayerError, ParameterId};
 use crate::model::{HeldId, Model, Owner};
 use crate::notes::Notes;
-use crate::program::{Final, Operation, Place, Prepared, Program};
+use crate::program::{Operation, Place, Prepared, Program};
 use crate::report::StepReport;
 use crate::view::FEW;
 
@@ -33,8 +33,15 @@ pub struct Executor {
     held: Vec<Extent>,
     notes: Arc<Notes>,
     hook: Option<Arc<Hook>>,
+    names: Names,
     /// What the next step's first use of an owner's weights waits for.
     ready: Mutex<Vec<Option<Event>>>,
+}
+
+/// Names of tasks that no plan lists, made once.
+struct Names {
+    zeroes: Arc<str>,
+    finals: Arc<str>,
 }
 
 /// What a step is run on.
@@ -75,6 +82,7 @@ impl Executor {
             held,
             notes: Arc::new(Notes::new(layers, options.check_recompute)),
             hook: None,
+            names: Names { zeroes: "gradients to zero".into(), finals: "final gradients".into() },
             ready: Mutex::new(vec![None; model.owners.len()]),
             model: Arc::new(model),
         })
@@ -247,14 +255,18 @@ impl Executor {
         if !program.evaluation {
             for (buffer, extent) in self.model.held.iter().zip(&self.held) {
                 if buffer.gradients && buffer.tier == Tier::Hbm {
-                    self.store.fill("gradients to zero", Lane::Compute, extent, 0)?;
+                    self.store.fill(Arc::clone(&self.names.zeroes), Lane::Compute, extent, 0)?;
                 }
             }
         }
         let routine: Arc<dyn Routine> = Arc::clone(&program.calls) as _;
+        let hook = self
+            .hook
+            .as_ref()
+            .map(|hook| Arc::new(HookCalls { hook: Arc::clone(hook), finals: Arc::clone(&program.finals) }));
         for micro_batch in 0..micro_batches {
-            let pass =
-                Pass { executor: self, micro_batch, last: micro_batch + 1 == micro_batches, ready: &ready };
+            let last = micro_batch + 1 == micro_batches;
+            let pass = Pass { executor: self, micro_batch, last, ready: &ready, hook: hook.as_ref() };
             pass.submit(program, &routine)?;
         }
         Ok(())
@@ -271,11 +283,12 @@ struct Pass<'a> {
     micro_batch: usize,
     last: bool,
     ready: &'a [Option<Event>],
+    hook: Option<&'a Arc<HookCalls>>,
 }
 
 impl Pass<'_> {
     fn submit(&self, program: &mut Program, routine: &Arc<dyn Routine>) -> Result<(), RuntimeError> {
-        let Program { plan, ops, tasks, calls, extents, events, evaluation } = program;
+        let Program { plan, ops, tasks, calls, extents, events, evaluation, .. } = program;
         let base = self.executor.model.resident().get();
         events.clear();
         for op in ops.iter() {
@@ -292,7 +305,7 @@ impl Pass<'_> {
                     let item = calls.item(self.micro_batch, task);
                     let event = self.task(&tasks[task], extents, events, routine, item)?;
                     if self.last && !*evaluation && !tasks[task].finals.is_empty() {
-                        self.finals(&tasks[task], &event)?;
+                        self.finals(tasks[task].finals.clone(), &event)?;
                     }
                     events.push(event);
                 }
@@ -336,7 +349,7 @@ impl Pass<'_> {
         }
         if let Some(place) = task.starts_at_zero {
             let zero = find(&[place])?;
-            store.fill("gradients to zero", Lane::Compute, zero[0], 0)?;
+            store.fill(Arc::clone(&self.executor.names.zeroes), Lane::Compute, zero[0], 0)?;
         }
         if task.copy {
             return Ok(store.copy(name, reads[0], writes[0], &after)?);
@@ -346,33 +359,28 @@ impl Pass<'_> {
     }
 
     /// Submits the hook for the gradients that are final after a task, one call of it for each buffer of gradients.
-    fn finals(&self, task: &Prepared, event: &Event) -> Result<(), RuntimeError> {
-        let Some(hook) = &self.executor.hook else { return Ok(()) };
-        let held = |held: HeldId| &self.executor.held[held];
-        let mut rest: &[Final] = &task.finals;
-        while let Some(first) = rest.first() {
-            let places = |f: &Final| (f.gradient.as_ref().map(|g| g.0), f.weights.as_ref().map(|w| w.0));
-            let same = |f: &&Final| places(f) == places(first);
-            let count = rest.iter().take_while(same).count();
-            let (group, others) = rest.split_at(count);
-            rest = others;
-            let in_memory = |place: &Option<(HeldId, Range<usize>)>| {
-                place.as_ref().map(|(id, _)| held(*id)).filter(|extent| extent.tier() != Tier::Nvme)
-            };
-            let reads: SmallVec<[&Extent; 1]> = in_memory(&first.gradient).into_iter().collect();
-            let weights = in_memory(&first.weights).filter(|_| hook.updates);
+    fn finals(&self, groups: Range<usize>, event: &Event) -> Result<(), RuntimeError> {
+        let Some(hook) = self.hook else { return Ok(()) };
+        let in_memory = |place: Option<HeldId>| {
+            place.map(|held| &self.executor.held[held]).filter(|extent| extent.tier() != Tier::Nvme)
+        };
+        for group in groups {
+            let Some(first) = hook.finals[group].first() else { continue };
+            let (gradient, weights) = first.places();
+            let reads: SmallVec<[&Extent; 1]> = in_memory(gradient).into_iter().collect();
+            let weights = in_memory(weights).filter(|_| hook.hook.updates);
             let writes: SmallVec<[&Extent; 1]> = weights.into_iter().collect();
             let submission = Submission {
                 reads: &reads,
                 writes: &writes,
                 after: std::slice::from_ref(event),
-                ..Submission::new(Lane::Optimizer, "final gradients")
+                ..Submission::new(Lane::Optimizer, Arc::clone(&self.executor.names.finals))
             };
             let done = hook.submit(&self.executor.store, submission, group)?;
-            for parameter in group {
+            let mut ready = self.executor.ready.lock().unwrap_or_else(PoisonError::into_inner);
+            for parameter in &hook.finals[group] {
                 for &owner in &self.executor.model.parameters[&parameter.parameter].owners {
-                    self.executor.ready.lock().unwrap_or_else(PoisonError::into_inner)[owner] =
-                        Some(done.clone());
+                    ready[owner] = Some(done.clone());
                 }
             }
         }

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use lazy_store::{Event, Store, StoreError, Stream, Submission, Tier};
+use lazy_store::{
+    Access, BoxError, Event, Routine, Store, StoreError, Stream, StreamAccess, Submission, Tier,
+};
 
 use crate::layer::{LayerError, Parameter};
 use crate::model::Model;
-use crate::program::Final;
+use crate::program::{Final, Finals};
 use crate::view::{Input, Output};
 
 /// A parameter whose gradient is final: all micro-batches have added to it.
@@ -42,37 +44,6 @@ impl Hook {
         Hook { call, model, updates }
     }
 
-    /// Queues the calls for parameters whose gradients lie in one buffer, and their weights, too.
-    pub(crate) fn submit(
-        self: &Arc<Self>,
-        store: &Store,
-        task: Submission<'_>,
-        finals: &[Final],
-    ) -> Result<Event, StoreError> {
-        let (hook, finals) = (Arc::clone(self), finals.to_vec());
-        let in_hbm = task.reads.iter().chain(task.writes).any(|extent| extent.tier() == Tier::Hbm);
-        let (reads, writes) = (!task.reads.is_empty(), !task.writes.is_empty());
-        if store.gpu().is_some() && in_hbm {
-            return store.launch(task, move |access| {
-                for parameter in &finals {
-                    let gradient = reads.then(|| Input::device(access.read(0)));
-                    let weights = writes.then(|| Output::device(access.write(0)));
-                    hook.call(parameter, gradient, weights, Some(access.stream()))?;
-                }
-                Ok(())
-            });
-        }
-        store.submit(task, move |access| {
-            let (mut gradients, mut weights) = access.split();
-            let (gradient, mut weights) = (gradients.next(), weights.next());
-            for parameter in &finals {
-                let weights = weights.as_deref_mut().map(Output::of);
-                hook.call(parameter, gradient.map(Input::of), weights, None)?;
-            }
-            Ok(())
-        })
-    }
-
     fn call(
         &self,
         parameter: &Final,
@@ -84,5 +55,51 @@ impl Hook {
         let weights = weights.zip(parameter.weights.as_ref()).map(|(all, (_, range))| all.part(range));
         let parameter = &self.model.parameters[&parameter.parameter].parameter;
         (self.call)(FinalGradient { parameter, gradient, weights, stream })
+    }
+}
+
+/// The calls of a hook for one program, by the groups of parameters.
+pub(crate) struct HookCalls {
+    pub(crate) hook: Arc<Hook>,
+    pub(crate) finals: Arc<[Finals]>,
+}
+
+impl HookCalls {
+    /// Queues the calls for a group.
+    pub(crate) fn submit(
+        self: &Arc<Self>,
+        store: &Store,
+        task: Submission<'_>,
+        group: usize,
+    ) -> Result<Event, StoreError> {
+        let in_hbm = task.reads.iter().chain(task.writes).any(|extent| extent.tier() == Tier::Hbm);
+        if store.gpu().is_some() && !in_hbm {
+            // What lies in host RAM is not the stream's.
+            let calls = Arc::clone(self);
+            return store.submit(task, move |access| calls.run(group, access));
+        }
+        let routine: Arc<dyn Routine> = Arc::clone(self) as _;
+        store.submit_routine(task, &routine, group)
+    }
+}
+
+impl Routine for HookCalls {
+    fn run(&self, group: usize, access: &mut Access<'_>) -> Result<(), BoxError> {
+        let (mut gradients, mut weights) = access.split();
+        let (gradient, mut weights) = (gradients.next(), weights.next());
+        for parameter in &self.finals[group] {
+            let weights = weights.as_deref_mut().map(Output::of);
+            self.hook.call(parameter, gradient.map(Input::of), weights, None)?;
+        }
+        Ok(())
+    }
+
+    fn issue(&self, group: usize, access: &StreamAccess<'_>) -> Result<(), BoxError> {
+        for parameter in &self.finals[group] {
+            let gradient = access.reads().next().map(Input::device);
+            let weights = access.writes().next().map(Output::device);
+            self.hook.call(parameter, gradient, weights, Some(access.stream()))?;
+        }
+        Ok(())
     }
 }

@@ -20,6 +20,7 @@ pub struct Program {
     pub(crate) tasks: Vec<Prepared>,
     pub(crate) calls: Arc<Calls>,
     pub(crate) evaluation: bool,
+    pub(crate) finals: Arc<[Finals]>,
     /// Room for what a pass holds; kept, so that a step allocates nothing.
     pub(crate) extents: Vec<Option<Extent>>,
     pub(crate) events: Vec<Event>,
@@ -56,9 +57,12 @@ pub(crate) struct Prepared {
     pub(crate) starts_at_zero: Option<Place>,
     /// Whose weights it uses.
     pub(crate) owner: Option<usize>,
-    /// Parameters whose gradients are final after it.
-    pub(crate) finals: Vec<Final>,
+    /// Groups of parameters whose gradients are final after it, by their places in [`Program::finals`].
+    pub(crate) finals: Range<usize>,
 }
+
+/// Parameters whose gradients lie in one buffer, and their weights, too.
+pub(crate) type Finals = Vec<Final>;
 
 /// A parameter whose gradient is final.
 #[derive(Clone, Debug)]
@@ -66,6 +70,13 @@ pub(crate) struct Final {
     pub(crate) parameter: ParameterId,
     pub(crate) gradient: Option<(HeldId, Range<usize>)>,
     pub(crate) weights: Option<(HeldId, Range<usize>)>,
+}
+
+impl Final {
+    /// The buffers of gradient and weights.
+    pub(crate) fn places(&self) -> (Option<HeldId>, Option<HeldId>) {
+        (self.gradient.as_ref().map(|g| g.0), self.weights.as_ref().map(|w| w.0))
+    }
 }
 
 impl Program {
@@ -97,14 +108,12 @@ impl Program {
                 }
             });
         }
-        if !evaluation {
-            builder.finals(&mut tasks);
-        }
+        let finals = if evaluation { Arc::default() } else { builder.finals(&mut tasks).into() };
         let kept = model.layers.iter().map(|_| Mutex::default()).collect();
         let calls = Arc::new(Calls::new(Arc::clone(model), calls, kept, Arc::clone(notes), evaluation));
         let extents = plan.buffers.iter().map(|_| None).collect();
         let events = Vec::with_capacity(tasks.len());
-        Ok(Program { plan, ops, tasks, calls, evaluation, extents, events })
+        Ok(Program { plan, ops, tasks, calls, evaluation, finals, extents, events })
     }
 }
 
@@ -169,7 +178,7 @@ impl Builder<'_> {
             brings_in: self.plan.brings_in_gradients(task),
             starts_at_zero,
             owner,
-            finals: Vec::new(),
+            finals: 0..0,
         };
         (prepared, call)
     }
@@ -226,7 +235,8 @@ impl Builder<'_> {
     }
 
     /// Notes with each task which gradients are final after it: those of what the last of their owners adds, once they are at home.
-    fn finals(&self, tasks: &mut [Prepared]) {
+    fn finals(&self, tasks: &mut [Prepared]) -> Vec<Finals> {
+        let mut after: Vec<Vec<Final>> = tasks.iter().map(|_| Vec::new()).collect();
         let plan_tasks: Vec<&Task> = self.plan.tasks().collect();
         for (&parameter, placed) in &self.model.parameters {
             let last = |is: &dyn Fn(&Task) -> bool| plan_tasks.iter().rposition(|task| is(task));
@@ -241,8 +251,15 @@ impl Builder<'_> {
             };
             if let Some(at) = at {
                 let (gradient, weights) = (placed.gradient.clone(), placed.weights.clone());
-                tasks[at].finals.push(Final { parameter, gradient, weights });
+                after[at].push(Final { parameter, gradient, weights });
             }
         }
+        let mut groups: Vec<Finals> = Vec::new();
+        for (task, after) in tasks.iter_mut().zip(after) {
+            let first = groups.len();
+            groups.extend(after.chunk_by(|a, b| a.places() == b.places()).map(<[Final]>::to_vec));
+            task.finals = first..groups.len();
+        }
+        groups
     }
 }

@@ -197,8 +197,10 @@ fn of_the_plan(program: &Program, spans: Vec<Span>, micro_batches: usize) -> Vec
 }
 
 fn waits(plan: &StepPlan, timeline: &Timeline, start: Seconds, tasks: usize) -> Vec<Wait> {
-    let plan_tasks: Vec<&Task> = plan.tasks().collect();
-    let mut waits: Vec<Wait> = Vec::new();
+    // In lists whose room is known: a report takes as many allocations for a long step as for a short one.
+    let mut plan_tasks: Vec<&Task> = Vec::with_capacity(tasks);
+    plan_tasks.extend(plan.tasks());
+    let mut waits: Vec<Wait> = Vec::with_capacity(tasks);
     for exposed in timeline.exposed_waits(start) {
         let Some(&moved) = plan_tasks.get(exposed.span % tasks.max(1)).and_then(|task| task.reads.first())
         else {
@@ -215,7 +217,7 @@ fn waits(plan: &StepPlan, timeline: &Timeline, start: Seconds, tasks: usize) -> 
             }),
         }
     }
-    waits.sort_by(|a, b| b.time.get().total_cmp(&a.time.get()));
+    waits.sort_unstable_by(|a, b| b.time.get().total_cmp(&a.time.get()).then_with(|| a.name.cmp(&b.name)));
     waits
 }
 

@@ -134,25 +134,6 @@ fn an_evaluation_gives_the_losses_and_touches_no_gradient() {
     }
 }
 
-/// R2: read-ahead on a small model under many orders of execution.
-#[test]
-fn r2_interleavings_give_the_same_bits() {
-    let (_, wanted) = expected(0, 3);
-    for (letters, prefetch, options) in [
-        ("N-C-N--CG", 2, resident(3)),
-        ("CCNNCCNNG", 4, streamed(false, 3)),
-        ("CCNNC-NNG", 4, streamed(true, 3)),
-    ] {
-        let dir = folder();
-        for seed in 0..40 {
-            let running = running(QueueOrder::Seeded(seed), dir.path());
-            let (mut executor, mut program) = set_up(letters, NO_KEEP, prefetch, options, &running);
-            executor.run(&mut program, &step(0, 3)).unwrap();
-            assert!(bits(&gradients(&executor)) == wanted, "{letters} seed {seed}");
-        }
-    }
-}
-
 #[test]
 fn a_fault_in_any_layer_is_named_and_leaves_the_store_as_it_was_and_usable() {
     for options in [resident(2), streamed(false, 2), streamed(true, 2)] {

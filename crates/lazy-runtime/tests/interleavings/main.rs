@@ -221,12 +221,12 @@ fn sweep(cases: std::ops::Range<usize>) {
 }
 
 #[test]
-fn five_thousand_orders_give_the_bits_of_a_plain_loop_in_memory() {
+fn r2_five_thousand_orders_give_the_bits_of_a_plain_loop_in_memory() {
     sweep(3..6);
 }
 
 #[test]
-fn five_thousand_orders_give_the_bits_of_a_plain_loop_with_nvme() {
+fn r2_five_thousand_orders_give_the_bits_of_a_plain_loop_with_nvme() {
     sweep(0..3);
     sweep(6..11);
     assert_eq!(CASES.iter().map(|case| case.seeds).sum::<u64>(), 5000);

@@ -13,7 +13,7 @@ fn rate(transfers: f64) -> Option<BytesPerSecond> {
 }
 
 #[test]
-fn threads_over_links_of_random_rates_give_the_bits_of_a_plain_loop() {
+fn r1_threads_over_links_of_random_rates_give_the_bits_of_a_plain_loop() {
     for seed in 0..RUNS * deep(10) {
         let mut random = Random(seed);
         let (letters, keep, ahead, options) =
