@@ -360,7 +360,7 @@ fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
         (text("empty.txt"), "no text"),
         (text("absent.txt"), "absent.txt"),
         (TrainArgs { seq: Some(100_000), ..base.clone() }, "give more text or shorter sequences"),
-        (TrainArgs { plan: file, ..base.clone() }, "schedule is not valid"),
+        (TrainArgs { plan: file, ..base.clone() }, "make a new one with `lazy-plan --out FILE`"),
         (TrainArgs { plan: "no-such-plan".into(), ..base.clone() }, "`auto`, `resident`, `checkpoint`"),
         (budget(|a| a.budgets.hbm_mib = Some(1.0)), "hbm budget is 1.00 MiB"),
         (budget(|a| a.budgets.host_mib = Some(0.0)), "host budget is 0 B"),
