@@ -187,6 +187,9 @@ fn run(mip: &Mip, deadline: Option<Instant>, setup: Setup) -> Outcome {
         ("primalTolerance", "1e-8"),
         // Its preprocessing substitutes binaries wrongly on some chains and then reports a dear plan as optimal.
         ("preprocess", "off"),
+        // Probing says that nothing is left to find by crossing a column's bounds. Where that ends the search at its root, CBC still runs
+        // CLP's primal simplex over them, and a CLP built with assertions, as Debian's is, then aborts the process.
+        ("probing", "off"),
     ] {
         model.set_parameter(key, value);
     }

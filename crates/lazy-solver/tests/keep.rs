@@ -262,6 +262,17 @@ fn internals_are_retained_as_enumeration_retains_them() {
     assert!(offloaded > 3 && retained > 0, "{offloaded} {retained}");
 }
 
+/// CBC's first incumbent is the best plan here, and its root has nothing better: CLP must not abort over how it is told.
+#[test]
+fn a_search_that_ends_at_its_root_does_not_abort_the_process() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/keep/closed_root.json");
+    let chain = CostChain::from_json(&fs::read_to_string(path).unwrap()).unwrap();
+    let solution = solve(&chain, &SolveOptions::default()).unwrap();
+    assert_eq!(solution.status, Status::Optimal);
+    let best = cheapest(&chain).unwrap().objective_ms;
+    assert!((solution.objective_ms.unwrap() - best).abs() < 2e-6, "{best}");
+}
+
 #[test]
 fn an_infeasible_chain_names_the_lowest_cap_that_works() {
     let (chain, _) = given("keep_infeasible");
