@@ -64,6 +64,9 @@ mod search;
 mod solve;
 mod spill;
 pub mod step;
+#[cfg(test)]
+#[path = "../tests/common/steps.rs"]
+mod steps;
 mod surrogate;
 mod weighted;
 

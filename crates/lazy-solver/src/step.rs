@@ -329,46 +329,19 @@ fn unplaceable(problem: &StepProblem, room: TierBytes) -> StepFailure {
 
 #[cfg(test)]
 mod tests {
-    use lazy_model::timeline::{LinkRates, StepCosts};
-    use lazy_model::{BytesPerSecond, Seconds, Streamed, Workspaces};
+    use lazy_model::Seconds;
 
     use super::*;
+    use crate::steps::{MIB, step};
 
-    /// Eight layers of one page a boundary, in `hbm_pages` besides the internals of one; boundaries in HBM cost nothing, everything else
-    /// does.
-    fn problem(hbm_pages: u64, forward_ms: &[f64]) -> StepProblem {
-        let rate = BytesPerSecond(4e6);
+    /// Eight layers in `hbm` MiB besides the internals of one; boundaries in HBM cost nothing, everything else does.
+    fn problem(hbm: u64, forward_ms: &[f64]) -> StepProblem {
+        let mut problem = step(8, [hbm + 10, 256, 0], 1.0);
         let times = |factor: f64| forward_ms.iter().map(|ms| Seconds::from_ms(ms * factor)).collect();
-        StepProblem {
-            boundary_bytes: vec![Bytes(4096); 9],
-            saved_bytes: vec![Bytes(40_960); 8],
-            workspaces: Workspaces::default(),
-            streamed: Streamed::default(),
-            costs: StepCosts {
-                prologue: Seconds::ZERO,
-                forward: times(1.0),
-                saving_forward: times(1.1),
-                backward: times(2.0),
-                epilogue: Seconds::ZERO,
-                prologue_backward: Seconds::ZERO,
-                links: LinkRates {
-                    d2h: rate,
-                    h2d: rate,
-                    nvme_write: rate,
-                    nvme_read: rate,
-                    ..LinkRates::default()
-                },
-            },
-            micro_batches: 1,
-            optimizer: Seconds::ZERO,
-            fixed: TierBytes::default(),
-            budgets: TierBytes {
-                hbm: Bytes(4096) * (hbm_pages + 10),
-                host: Bytes(1 << 20),
-                nvme: Bytes::ZERO,
-            },
-            max_segment: 4,
-        }
+        problem.costs.forward = times(1.0);
+        problem.costs.saving_forward = times(1.1);
+        problem.costs.backward = times(2.0);
+        problem
     }
 
     /// A layer needs its input, its output or the two gradients, and a boundary may still be leaving: with host RAM for all
@@ -378,7 +351,7 @@ mod tests {
         for forward_ms in [[0.1; 8], [1.0; 8], [0.3, 2.0, 0.3, 2.0, 0.3, 2.0, 0.3, 2.0]] {
             let found = solve_step(&problem(4, &forward_ms), &StepOptions::default());
             let found = found.unwrap_or_else(|e| panic!("{forward_ms:?}: {e}"));
-            assert!(found.verified.promise.peak_bytes.hbm <= Bytes(4096) * 14);
+            assert!(found.verified.promise.peak_bytes.hbm <= MIB * 14);
         }
     }
 

@@ -4,17 +4,11 @@
 
 mod common;
 
-use common::{Random, bare_chain};
+use common::{Random, bare_chain, cases};
 use lazy_model::{
     BoundaryIndex, Bytes, BytesPerSecond, CostChain, Evaluation, LayerIndex, Locks, Placement, evaluate,
 };
 use lazy_solver::{Method, Solution, SolveOptions, Status, TieBreak, solve};
-
-/// Runs of a default test, times what the deep switch asks for.
-fn cases(default: usize) -> usize {
-    let deep = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse::<usize>().ok());
-    default * deep.unwrap_or(256) / 256
-}
 
 /// Any chain of up to six layers, with all that makes chains nasty.
 fn random_chain(r: &mut Random) -> CostChain {

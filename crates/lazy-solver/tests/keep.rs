@@ -2,12 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod common;
 #[path = "common/keep_chains.rs"]
 mod keep_chains;
 
 use std::fs;
 use std::path::Path;
 
+use common::{Random, cases};
 use lazy_model::{
     BoundaryIndex, Bytes, BytesPerSecond, CostChain, Evaluation, Keep, LayerIndex, Locks, Placement, Seconds,
     Tier, evaluate_keep,
@@ -40,27 +42,6 @@ fn every_published_instance_reaches_its_proven_verdict() {
         let again = evaluate_keep(&chain, &solution.placement.unwrap(), &solution.keep.unwrap()).unwrap();
         assert_eq!(again.objective_ms, got);
         assert_eq!(again.base_recompute_ms, expected["base_recompute_ms"].as_f64().unwrap(), "{name}");
-    }
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % n
-    }
-
-    fn one_in(&mut self, n: u64) -> bool {
-        self.below(n) == 0
-    }
-
-    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
-        from[self.below(from.len() as u64) as usize]
     }
 }
 
@@ -203,12 +184,6 @@ fn cheapest(chain: &CostChain) -> Option<Evaluation> {
     best
 }
 
-/// How many random chains: more in a deep run, which asks property tests for more cases.
-fn chains(usual: usize) -> usize {
-    let deep = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
-    deep.unwrap_or(0).max(usual)
-}
-
 fn compare(seed: u64, kind: Kind, count: usize) -> [usize; 5] {
     let mut r = Random(seed);
     let mut seen = [0; 5];
@@ -243,22 +218,22 @@ fn compare(seed: u64, kind: Kind, count: usize) -> [usize; 5] {
 
 #[test]
 fn no_plan_of_a_random_chain_is_cheaper_than_the_solvers() {
-    let [infeasible, exposed, kept, ..] = compare(1, Kind::Plain, chains(300));
+    let [infeasible, exposed, kept, ..] = compare(1, Kind::Plain, cases(300));
     // The sample is worth something only if it reaches the interesting corners.
     assert!(infeasible > 30 && exposed > 20 && kept > 60, "{infeasible} {exposed} {kept}");
 }
 
 #[test]
 fn internals_in_host_ram_are_placed_as_enumeration_places_them() {
-    let [infeasible, _, kept, offloaded, _] = compare(2, Kind::Offload, chains(120));
+    let [infeasible, _, kept, offloaded, _] = compare(2, Kind::Offload, cases(120));
     assert!(infeasible > 10 && kept > 10 && offloaded > 5, "{infeasible} {kept} {offloaded}");
 }
 
 #[test]
 fn internals_are_retained_as_enumeration_retains_them() {
-    let [_, _, kept, _, retained] = compare(3, Kind::Retain, chains(120));
+    let [_, _, kept, _, retained] = compare(3, Kind::Retain, cases(120));
     assert!(kept > 10 && retained > 5, "{kept} {retained}");
-    let [_, _, _, offloaded, retained] = compare(4, Kind::Both, chains(60));
+    let [_, _, _, offloaded, retained] = compare(4, Kind::Both, cases(60));
     assert!(offloaded > 3 && retained > 0, "{offloaded} {retained}");
 }
 

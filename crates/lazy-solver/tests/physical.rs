@@ -1,49 +1,19 @@
 //! Steps planned by their own time: by hand, against all plans of small steps, and what more memory does.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-use lazy_model::timeline::{Contention, LinkRates, StepCosts};
+mod common;
+#[path = "common/steps.rs"]
+mod steps;
+
+use common::cases;
+use lazy_model::timeline::Contention;
 use lazy_model::{
-    Bytes, BytesPerSecond, Placement, Schedule, Seconds, StepProblem, Streamed, Tier, TierBytes, Windows,
-    Workspaces,
+    Bytes, BytesPerSecond, Placement, Schedule, Seconds, StepProblem, Tier, TierBytes, Windows,
 };
 use lazy_solver::ranks::{explain_ranks, solve_ranks};
 use lazy_solver::step::{Objective, StepFailure, StepOptions, carry_out, solve_step, step_bound};
 use lazy_solver::{Remedy, SolveOptions, Status, explain_step, solve, step_baselines};
-
-const MIB: Bytes = Bytes::from_mib(1);
-
-/// Boundaries of 1 MiB, internals of 10, layers of 10 ms forward and 20 backward, links that move a boundary in `link_ms`.
-fn problem(layers: usize, budgets: [u64; 3], link_ms: f64) -> StepProblem {
-    let rate = BytesPerSecond(MIB.get() as f64 / (link_ms / 1e3));
-    let times = |ms: f64| vec![Seconds::from_ms(ms); layers];
-    let [hbm, host, nvme] = budgets.map(|n| MIB * n);
-    StepProblem {
-        boundary_bytes: vec![MIB; layers + 1],
-        saved_bytes: vec![MIB * 10; layers],
-        workspaces: Workspaces::default(),
-        streamed: Streamed::default(),
-        costs: StepCosts {
-            prologue: Seconds::ZERO,
-            forward: times(10.0),
-            saving_forward: times(10.0),
-            backward: times(20.0),
-            epilogue: Seconds::from_ms(5.0),
-            prologue_backward: Seconds::ZERO,
-            links: LinkRates {
-                d2h: rate,
-                h2d: rate,
-                nvme_write: rate,
-                nvme_read: rate,
-                ..LinkRates::default()
-            },
-        },
-        micro_batches: 1,
-        optimizer: Seconds::ZERO,
-        fixed: TierBytes::default(),
-        budgets: TierBytes { hbm, host, nvme },
-        max_segment: 4,
-    }
-}
+use steps::{MIB, step as problem};
 
 fn step_ms(problem: &StepProblem) -> Option<f64> {
     match solve_step(problem, &StepOptions::default()) {
@@ -108,7 +78,8 @@ fn best_of_all(problem: &StepProblem) -> Option<f64> {
 #[test]
 fn no_plan_of_a_small_step_is_much_faster() {
     let mut planned = 0;
-    for case in 0..12u64 {
+    let count = cases(6);
+    for case in 0..count as u64 {
         let draw = |salt: u64, below: u64| (case * 7919 + salt * 104_729) % 1_000_003 % below;
         let hbm = 14 + draw(1, 27);
         let mut problem = problem(3, [hbm, draw(2, 4), draw(3, 3)], [1.0, 6.0, 25.0][draw(4, 3) as usize]);
@@ -131,7 +102,7 @@ fn no_plan_of_a_small_step_is_much_faster() {
             other => panic!("case {case}: {other:?}"),
         }
     }
-    assert!(planned >= 9, "{planned}");
+    assert!(planned * 4 >= count * 3, "{planned}");
 }
 
 /// Whatever was searched for, a plan that anybody can make by hand, or that the reference's chain finds, is no faster; and no plan is
@@ -164,7 +135,8 @@ fn no_plan_made_otherwise_is_faster() {
 #[test]
 fn no_plan_made_by_hand_is_faster_on_random_steps() {
     let mut compared = 0;
-    for case in 0..24u64 {
+    let count = cases(12);
+    for case in 0..count as u64 {
         let draw = |salt: u64, below: u64| (case * 7919 + salt * 104_729) % 1_000_003 % below;
         let layers = 3 + draw(1, 4) as usize;
         let budgets = [13 + draw(2, 40), draw(3, 5), draw(4, 4)];
@@ -191,7 +163,7 @@ fn no_plan_made_by_hand_is_faster_on_random_steps() {
             }
         }
     }
-    assert!(compared >= 20, "{compared}");
+    assert!(compared * 6 >= count * 5, "{compared}");
 }
 
 /// A boundary on its way to or from NVMe waits in host RAM: a chain that knows of the buffers there needs less HBM, and the operations do.
@@ -216,9 +188,9 @@ fn boundaries_in_staging_take_no_hbm() {
 
 #[test]
 fn more_hbm_is_never_slower() {
-    for link_ms in [2.0, 12.0, 40.0] {
+    for link_ms in [12.0, 2.0, 40.0].into_iter().take(cases(1)) {
         let mut last = f64::INFINITY;
-        for hbm in (14..70).step_by(4) {
+        for hbm in (14..70).step_by(8 / cases(1).min(4)) {
             let Some(time) = step_ms(&problem(6, [hbm, 3, 2], link_ms)) else { continue };
             assert!(time <= last + 1e-6, "{link_ms} ms a boundary, {hbm} MiB: {time} after {last}");
             last = time;
@@ -229,7 +201,7 @@ fn more_hbm_is_never_slower() {
 
 #[test]
 fn prediction_and_simulation_are_near() {
-    for link_ms in [1.0, 9.0, 30.0] {
+    for link_ms in [9.0, 1.0, 30.0].into_iter().take(cases(1)) {
         for hbm in [15, 18, 27, 41] {
             let mut problem = problem(8, [hbm, 6, 4], link_ms);
             problem.costs.links.contention = Contention {
@@ -249,7 +221,7 @@ fn prediction_and_simulation_are_near() {
 /// is below it.
 #[test]
 fn ranks_share_a_host_evenly() {
-    for (hbm, host) in [(15, 2), (16, 3), (25, 4), (17, 5)] {
+    for (hbm, host) in [(16, 3), (15, 2), (25, 4), (17, 5)].into_iter().take(cases(1)) {
         let host_problem = problem(4, [hbm, host, 0], 4.0);
         let Ok(even) = solve_ranks(&host_problem, 2, None, &StepOptions::default()) else { continue };
         let of = |mib: u64| {
@@ -278,14 +250,18 @@ fn streamed(layers: usize, budgets: [u64; 3], link_ms: f64) -> StepProblem {
 fn more_of_a_tight_budget_is_never_slower() {
     type Make = fn(u64) -> StepProblem;
     let sweeps: [(&str, Vec<u64>, Make); 4] = [
-        ("quarters of a MiB of HBM", (54..72).step_by(6).collect(), |n| {
+        ("quarters of a MiB of HBM", (54..72).step_by(6 / cases(1).min(3)).collect(), |n| {
             let mut problem = problem(6, [0, 2, 4], 12.0);
             problem.budgets.hbm = Bytes(MIB.get() / 4 * n);
             problem
         }),
-        ("HBM beside streamed weights", (21..34).step_by(4).collect(), |n| streamed(6, [n, 27, 3], 3.0)),
-        ("host RAM beside streamed weights", vec![23, 25, 27, 30], |n| streamed(6, [22, n, 6], 3.0)),
-        ("NVMe", vec![0, 2, 6], |n| streamed(6, [22, 26, n], 3.0)),
+        ("HBM beside streamed weights", (21..34).step_by(8 / cases(1).min(4)).collect(), |n| {
+            streamed(6, [n, 27, 3], 3.0)
+        }),
+        ("host RAM beside streamed weights", (24..31).step_by(3 / cases(1).min(3)).collect(), |n| {
+            streamed(6, [22, n, 6], 3.0)
+        }),
+        ("NVMe", (0..7).step_by(3 / cases(1).min(3)).collect(), |n| streamed(6, [22, 26, n], 3.0)),
     ];
     for (name, sizes, make) in sweeps {
         let mut last: Option<f64> = None;

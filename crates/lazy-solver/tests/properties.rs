@@ -5,11 +5,10 @@
 
 mod common;
 
-use common::{Random, bare_chain, given};
+use common::{Random, bare_chain, cases, given};
 use lazy_model::{BoundaryIndex, Bytes, BytesPerSecond, CostChain, Locks, Tier};
 use lazy_solver::{Method, Remedy, Solution, SolveOptions, Status, TieBreak, explain, solve};
 
-const CHAINS: usize = 40;
 /// What two optima of the same value may differ by (ms).
 const NEAR: f64 = 2e-6;
 
@@ -48,7 +47,7 @@ fn objective(solution: &Solution) -> f64 {
 #[test]
 fn more_budget_never_makes_a_plan_worse() {
     let mut r = Random(1);
-    for number in 0..CHAINS {
+    for number in 0..cases(16) {
         let chain = uneven(&mut r, 5);
         let before = objective(&solved(&chain));
         for tier in 0..3 {
@@ -65,7 +64,7 @@ fn more_budget_never_makes_a_plan_worse() {
 #[test]
 fn units_do_not_matter() {
     let mut r = Random(2);
-    for number in 0..CHAINS {
+    for number in 0..cases(16) {
         let chain = uneven(&mut r, 5);
         let before = objective(&solved(&chain));
         // Eighths of a ms, as the times are, keep every number exact.
@@ -197,7 +196,7 @@ fn with_useless_layer(chain: &CostChain, at: usize) -> CostChain {
 #[test]
 fn a_useless_layer_changes_nothing() {
     let mut r = Random(3);
-    for number in 0..CHAINS {
+    for number in 0..cases(16) {
         let mut chain = uneven(&mut r, 8);
         // Longer blocks, or the useless layer takes a place in one; windows as boundaries see them, or it shifts them.
         chain.max_segment_layers = chain.layers;

@@ -1,42 +1,18 @@
 //! Whole steps: what the chain does not count still fits the caps.
 
+#[path = "common/steps.rs"]
+mod steps;
+
 use lazy_model::schedule::ExposedSeconds;
-use lazy_model::timeline::{LinkRates, StepCosts};
-use lazy_model::{Bytes, BytesPerSecond, Seconds, StepProblem, Streamed, TierBytes, Workspaces};
+use lazy_model::{Bytes, StepProblem};
 use lazy_solver::step::{StepOptions, solve_step};
+use steps::MIB;
 
-const MIB: Bytes = Bytes::from_mib(1);
-
-/// Six layers of 10 ms with boundaries of 1 MiB, and nothing but HBM.
+/// Six layers, and nothing but HBM.
 fn problem(hbm: Bytes) -> StepProblem {
-    let times = vec![Seconds::from_ms(10.0); 6];
-    let rate = BytesPerSecond::from_gb(1.0);
-    StepProblem {
-        boundary_bytes: vec![MIB; 7],
-        saved_bytes: vec![MIB * 10; 6],
-        workspaces: Workspaces::default(),
-        streamed: Streamed::default(),
-        costs: StepCosts {
-            prologue: Seconds::ZERO,
-            forward: times.clone(),
-            saving_forward: times.clone(),
-            backward: times,
-            epilogue: Seconds::ZERO,
-            prologue_backward: Seconds::ZERO,
-            links: LinkRates {
-                d2h: rate,
-                h2d: rate,
-                nvme_write: rate,
-                nvme_read: rate,
-                ..LinkRates::default()
-            },
-        },
-        micro_batches: 1,
-        optimizer: Seconds::ZERO,
-        fixed: TierBytes::default(),
-        budgets: TierBytes { hbm, ..TierBytes::default() },
-        max_segment: 4,
-    }
+    let mut problem = steps::step(6, [0; 3], 1.0);
+    problem.budgets.hbm = hbm;
+    problem
 }
 
 #[test]

@@ -7,6 +7,12 @@ use std::path::Path;
 
 use lazy_model::{Bytes, CostChain};
 
+/// How many cases a test runs: `usual`, or 16 times as many in a deep run, which asks property tests for 4096 cases instead of 256.
+pub(crate) fn cases(usual: usize) -> usize {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    usual * (asked.unwrap_or(256) / 256).max(1)
+}
+
 /// SplitMix64.
 pub(crate) struct Random(pub(crate) u64);
 
