@@ -70,6 +70,10 @@
 //! # Ok::<(), lazy_model::Error>(())
 //! ```
 
+// What unit tests share with programs of tests names the crate as these do.
+#[cfg(test)]
+extern crate self as lazy_model;
+
 pub mod chain;
 pub mod config;
 pub mod error;
@@ -89,6 +93,9 @@ pub mod schedule;
 mod sizing;
 pub mod span;
 pub mod step;
+#[cfg(test)]
+#[path = "../tests/common/steps.rs"]
+mod steps;
 mod text;
 pub mod timeline;
 pub mod units;

@@ -282,36 +282,15 @@ impl StepProblem {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::steps::step;
 
     const MIB: Bytes = Bytes::from_mib(1);
 
     fn problem(layers: usize, hbm: Bytes) -> StepProblem {
-        let rate = BytesPerSecond::from_gb(1.0);
         StepProblem {
-            boundary_bytes: vec![MIB; layers + 1],
-            saved_bytes: vec![MIB * 10; layers],
-            workspaces: Workspaces::default(),
-            streamed: Streamed::default(),
-            costs: StepCosts {
-                prologue: Seconds::ZERO,
-                forward: vec![Seconds::from_ms(10.0); layers],
-                saving_forward: vec![Seconds::from_ms(11.0); layers],
-                backward: vec![Seconds::from_ms(20.0); layers],
-                epilogue: Seconds::from_ms(5.0),
-                prologue_backward: Seconds::ZERO,
-                links: LinkRates {
-                    d2h: rate,
-                    h2d: rate,
-                    nvme_write: rate,
-                    nvme_read: rate,
-                    ..LinkRates::default()
-                },
-            },
-            micro_batches: 2,
-            optimizer: Seconds::from_ms(7.0),
             fixed: TierBytes { hbm: MIB * 100, ..TierBytes::default() },
             budgets: TierBytes { hbm, host: MIB * 8, nvme: MIB * 8 },
-            max_segment: 4,
+            ..step(layers, MIB)
         }
     }
 

@@ -90,7 +90,7 @@ fn most_at_once(plan: &StepPlan, tier: Tier) -> u64 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(400), ..ProptestConfig::default() })]
 
     #[test]
     fn what_is_derived_from_a_schedule_is_a_step(case in any_case()) {

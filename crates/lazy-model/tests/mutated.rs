@@ -1,10 +1,12 @@
 //! Readers of foreign JSON meet damaged files: each is read or refused, and nothing that was read breaks what uses it.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+#[path = "common/steps.rs"]
+mod steps;
+
 use lazy_model::step::StepPlan;
 use lazy_model::{
-    Bytes, CostChain, HardwareProfile, LayerIndex, ModelSpec, Schedule, StepProblem, Streamed, TierBytes,
-    Workload, Workspaces,
+    Bytes, CostChain, HardwareProfile, LayerIndex, ModelSpec, Schedule, StepProblem, TierBytes, Workload,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -113,22 +115,12 @@ fn leak(text: String) -> &'static str {
 fn verify(profile: &HardwareProfile, schedule: &Schedule) {
     let Some(costs) = profile.costs().filter(|c| c.forward.len() == 4) else { return };
     let room = |tier| profile.tiers.get(tier).unwrap_or(Bytes(1 << 30));
-    let problem = StepProblem {
-        boundary_bytes: vec![Bytes(4096); 5],
-        saved_bytes: vec![Bytes(8192); 4],
-        workspaces: Workspaces::default(),
-        streamed: Streamed::default(),
-        costs,
-        micro_batches: 1,
-        optimizer: lazy_model::Seconds::ZERO,
-        fixed: TierBytes::default(),
-        budgets: TierBytes {
-            hbm: room(lazy_model::Tier::Hbm),
-            host: room(lazy_model::Tier::Host),
-            nvme: room(lazy_model::Tier::Nvme),
-        },
-        max_segment: 4,
+    let budgets = TierBytes {
+        hbm: room(lazy_model::Tier::Hbm),
+        host: room(lazy_model::Tier::Host),
+        nvme: room(lazy_model::Tier::Nvme),
     };
+    let problem = StepProblem { costs, budgets, ..steps::step(4, Bytes(4096)) };
     let _ = problem.chain(problem.budgets).validate();
     if let Ok(verified) = problem.verify(schedule) {
         assert!(verified.promise.peak_bytes.hbm <= problem.budgets.hbm);

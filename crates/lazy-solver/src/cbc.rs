@@ -12,7 +12,8 @@ use good_lp::{
 
 use crate::mip::{Mip, Row};
 
-/// CBC keeps global state: one solve at a time in a process. Held over building as well, so that waiting for another thread's
+/// CBC keeps global state (where it is in its commands, a random number, pointers to what it preprocesses), and is built without the
+/// switch that leaves them out: one solve at a time in a process. Held over building as well, so that waiting for another thread's
 /// solve is charged to the time limit and not to CBC's own clock.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
@@ -131,7 +132,8 @@ fn better(a: Outcome, b: Outcome) -> Outcome {
 }
 
 /// Runs CBC, on a thread of its own where there is a deadline: CBC cannot be told to stop, so a run that does not look at the clock
-/// in time is left behind. It ends when it next does look, and holds the lock until then.
+/// in time is left behind. It has the deadline as its own limit, ends when it next looks at the clock, between two linear programs, and holds
+/// the lock until then.
 fn run_until(mip: &Mip, deadline: Option<Instant>, setup: Setup) -> Outcome {
     let Some(deadline) = deadline else { return run(mip, None, setup) };
     let (answer, answered) = mpsc::sync_channel(1);

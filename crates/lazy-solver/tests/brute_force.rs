@@ -327,11 +327,15 @@ fn step_time_then_checkpoints_then_nvme_decide_whatever_the_weights_say() {
 fn another_solver_finds_the_same_optima() {
     let mut r = Random(4);
     let cases = cases(300);
-    let mut infeasible = 0;
+    let (mut infeasible, mut gave_up) = (0, 0);
     for number in 0..cases {
         let chain = random_chain(&mut r);
         let solution = solved(&chain, Method::Mip, TieBreak::Weighted);
         let other = lazy_solver::cross_check(&chain).unwrap();
+        if other.status == Status::Failed {
+            gave_up += 1;
+            continue;
+        }
         let about = || format!("chain {number}: {:?} {:?} {}", other.status, other.message, chain.to_json());
         let (Some(got), Some(want)) = (solution.objective_ms, other.objective_ms) else {
             assert_eq!(
@@ -347,4 +351,6 @@ fn another_solver_finds_the_same_optima() {
         assert!((got - want).abs() <= near(want), "{got} instead of {want}: {}", about());
     }
     assert!(infeasible > cases / 20 && infeasible < cases / 2, "{infeasible} of {cases} are infeasible");
+    // It meets a singular matrix in one of some thousand.
+    assert!(gave_up <= cases / 300, "{gave_up} of {cases}");
 }

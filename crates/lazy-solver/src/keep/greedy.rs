@@ -1,29 +1,39 @@
 //! Plans by simple rules: something to show when time runs out, and repairs of plans that overflow.
 
+use std::time::{Duration, Instant};
+
 use lazy_model::{BoundaryIndex, CostChain, Evaluation, Keep, LayerIndex, Placement, evaluate_keep};
 
 use super::shape::{Plan, Shape};
 
 /// Block lengths times shares of boundaries in host RAM that are tried.
 const HOST_SHARES: usize = 4;
+/// Time for a plan where there is none left: enough for hundreds of layers.
+const AT_LEAST: Duration = Duration::from_millis(100);
 
 /// The best plan of a few made by rule, if one is allowed: blocks of equal length, the lowest saved boundaries in host RAM as far as
-/// the budget and the windows allow, the rest in HBM; then internals kept as long as HBM holds them.
-pub(crate) fn plan(chain: &CostChain) -> Option<(Plan, Evaluation)> {
+/// the budget and the windows allow, the rest in HBM; then internals kept as long as HBM holds them and there is time.
+pub(crate) fn plan(chain: &CostChain, deadline: Option<Instant>) -> Option<(Plan, Evaluation)> {
     let shape = Shape::new(chain)?;
+    let until = until(deadline);
     let mut best: Option<(Plan, Evaluation)> = None;
     for block in 1..=shape.limit.min(8) {
         let all = host_prefix(chain, &shape, block);
         for share in 0..=HOST_SHARES {
             let mut bare = boundaries(chain, &shape, block, all * share / HOST_SHARES);
             lock(chain, &mut bare);
-            if evaluate_keep(chain, &bare.0, &bare.1).is_err() {
-                continue;
+            if best.is_some() && is_over(until) {
+                return best;
             }
-            let offloaded = (chain.internals_offload == Some(true)).then(|| offload(chain, bare.clone()));
+            let Ok(evaluation) = evaluate_keep(chain, &bare.0, &bare.1) else { continue };
+            if is_over(until) {
+                return Some((bare, evaluation));
+            }
+            let offloaded =
+                (chain.internals_offload == Some(true)).then(|| offload(chain, bare.clone(), until));
             for start in offloaded.into_iter().chain([bare]) {
                 for by_density in [true, false] {
-                    let full = fill(chain, &shape, start.clone(), by_density);
+                    let full = fill(chain, &shape, start.clone(), by_density, until);
                     let Ok(evaluation) = evaluate_keep(chain, &full.0, &full.1) else { continue };
                     if best.as_ref().is_none_or(|(_, b)| evaluation.objective < b.objective) {
                         best = Some((full, evaluation));
@@ -40,18 +50,24 @@ pub(crate) fn plan(chain: &CostChain) -> Option<(Plan, Evaluation)> {
 }
 
 /// A plan that overflows, with as many internals dropped as HBM demands, the cheapest first; then filled again.
-pub(crate) fn repaired(chain: &CostChain, shape: &Shape, mut plan: Plan) -> Option<(Plan, Evaluation)> {
+pub(crate) fn repaired(
+    chain: &CostChain,
+    shape: &Shape,
+    mut plan: Plan,
+    deadline: Option<Instant>,
+) -> Option<(Plan, Evaluation)> {
+    let until = until(deadline);
     let mut kept: Vec<usize> =
         (0..shape.layers).filter(|&l| plan.1[l] != Keep::Recompute && !is_locked(chain, l)).collect();
     kept.sort_by(|&l, &m| density(chain, shape, l).total_cmp(&density(chain, shape, m)));
     for l in kept {
-        if fits(shape, &plan) {
+        if fits(shape, &plan) || is_over(until) {
             break;
         }
         plan.1[l] = Keep::Recompute;
     }
     evaluate_keep(chain, &plan.0, &plan.1).ok()?;
-    let full = fill(chain, shape, plan, true);
+    let full = fill(chain, shape, plan, true, until);
     let evaluation = evaluate_keep(chain, &full.0, &full.1).ok()?;
     Some((full, evaluation))
 }
@@ -99,12 +115,15 @@ fn lock(chain: &CostChain, plan: &mut Plan) {
 }
 
 /// Sends the internals of one layer after another to host RAM, from the lowest up, where that saves more than it exposes.
-fn offload(chain: &CostChain, mut plan: Plan) -> Plan {
+fn offload(chain: &CostChain, mut plan: Plan, until: Option<Instant>) -> Plan {
     let Ok(evaluation) = evaluate_keep(chain, &plan.0, &plan.1) else { return plan };
     let mut best = evaluation.objective;
     for l in 0..chain.layers {
         if plan.1[l] != Keep::Recompute || is_locked(chain, l) {
             continue;
+        }
+        if is_over(until) {
+            break;
         }
         plan.1[l] = Keep::Host;
         match evaluate_keep(chain, &plan.0, &plan.1) {
@@ -116,19 +135,30 @@ fn offload(chain: &CostChain, mut plan: Plan) -> Plan {
 }
 
 /// Keeps one layer after another where HBM still holds all: by time saved a byte, or from the last down.
-fn fill(chain: &CostChain, shape: &Shape, mut plan: Plan, by_density: bool) -> Plan {
+fn fill(chain: &CostChain, shape: &Shape, mut plan: Plan, by_density: bool, until: Option<Instant>) -> Plan {
     let mut order: Vec<usize> =
         (0..shape.layers).rev().filter(|&l| plan.1[l] == Keep::Recompute && !is_locked(chain, l)).collect();
     if by_density {
         order.sort_by(|&l, &m| density(chain, shape, m).total_cmp(&density(chain, shape, l)));
     }
     for l in order {
+        if is_over(until) {
+            break;
+        }
         plan.1[l] = Keep::Hbm;
         if !fits(shape, &plan) {
             plan.1[l] = Keep::Recompute;
         }
     }
     plan
+}
+
+fn until(deadline: Option<Instant>) -> Option<Instant> {
+    deadline.map(|deadline| deadline.max(Instant::now() + AT_LEAST))
+}
+
+fn is_over(until: Option<Instant>) -> bool {
+    until.is_some_and(|until| Instant::now() >= until)
 }
 
 fn is_locked(chain: &CostChain, l: usize) -> bool {

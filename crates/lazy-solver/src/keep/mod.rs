@@ -38,7 +38,7 @@ pub(crate) fn search(
     };
     match found {
         Ok(Proved { plan, evaluation, bound, proven }) => {
-            let ((placement, keep), evaluation) = stay_closer(chain, plan, evaluation);
+            let ((placement, keep), evaluation) = stay_closer(chain, plan, evaluation, deadline);
             (Found::Plan(Box::new(search::Plan { placement, evaluation, bound, proven })), Some(keep))
         }
         Err(none) => (none, None),
@@ -55,7 +55,7 @@ struct Proved {
 
 /// The plan with the least of the chain's own objective.
 fn cheapest(chain: &CostChain, deadline: Option<Instant>) -> Result<Proved, Found> {
-    let mut best = greedy::plan(chain);
+    let mut best = greedy::plan(chain, deadline);
     let (end, bound) = rounds(chain, Goal::Cost, deadline, &mut best);
     let Some((plan, evaluation)) = best else {
         return Err(match end {
@@ -123,7 +123,7 @@ pub(crate) fn least_bytes(chain: &CostChain, tier: Tier, deadline: Option<Instan
 
 /// Whether some plan keeps all rules; `None` where time ran out first.
 pub(crate) fn feasible(chain: &CostChain, deadline: Option<Instant>) -> Option<bool> {
-    let mut best = greedy::plan(chain);
+    let mut best = greedy::plan(chain, deadline);
     if best.is_some() {
         return Some(true);
     }
@@ -208,7 +208,8 @@ fn rounds(chain: &CostChain, goal: Goal, deadline: Option<Instant>, best: &mut B
             }
             Err(violation) => {
                 if goal == Goal::Cost
-                    && let Some((plan, evaluation)) = greedy::repaired(chain, program.shape(), plan.clone())
+                    && let Some((plan, evaluation)) =
+                        greedy::repaired(chain, program.shape(), plan.clone(), deadline)
                 {
                     offer(best, plan, evaluation);
                 }
@@ -246,8 +247,13 @@ fn offer(best: &mut Best, plan: Plan, evaluation: Evaluation) {
 }
 
 /// Among plans of equal cost, prefers the one that moves less: a boundary that fits into a faster tier goes there, the topmost first.
-/// The judge has the last word.
-fn stay_closer(chain: &CostChain, plan: Plan, evaluation: Evaluation) -> (Plan, Evaluation) {
+/// The judge has the last word, while there is time.
+fn stay_closer(
+    chain: &CostChain,
+    plan: Plan,
+    evaluation: Evaluation,
+    deadline: Option<Instant>,
+) -> (Plan, Evaluation) {
     let mut best = (plan, evaluation);
     let locked = |i: usize| {
         chain.locks.as_ref().is_some_and(|l| l.gpu.is_some() || l.fixed.contains_key(&BoundaryIndex(i)))
@@ -257,6 +263,9 @@ fn stay_closer(chain: &CostChain, plan: Plan, evaluation: Evaluation) -> (Plan, 
             for closer in [Placement::Hbm, Placement::Host] {
                 if best.0.0[i] != tier || tier == closer {
                     continue;
+                }
+                if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                    return best;
                 }
                 let mut plan = best.0.clone();
                 plan.0[i] = closer;
