@@ -194,6 +194,13 @@ fn changes(problem: &StepProblem, (schedule, verified): &Carried) -> Vec<Schedul
         single.extend((0..n).filter(|&l| schedule.keep[l]).map(|l| Edit::Keep(l, false)));
     }
     let mut list: Vec<Schedule> = single.iter().map(|edit| with(&[*edit])).collect();
+    // The most room that boundaries can make for one more layer's internals.
+    let emptied = emptied(problem, schedule);
+    list.extend((0..n).filter(|&l| !schedule.keep[l]).map(|l| {
+        let mut changed = emptied.clone();
+        Edit::Keep(l, true).make(&mut changed);
+        changed
+    }));
     // Room for what a first change wants is made by others.
     let room: Vec<Edit> = (0..n)
         .filter(|&i| schedule.placement[i] != Placement::Recompute)
@@ -210,6 +217,27 @@ fn changes(problem: &StepProblem, (schedule, verified): &Carried) -> Vec<Schedul
     list.extend(pairs.filter(|e| apart(e)).take(MOST_CHANGES).map(|e| with(&e)));
     list.extend(triples.filter(|e| apart(e)).take(MOST_CHANGES).map(|e| with(&e)));
     list
+}
+
+/// The same plan with its boundaries out of HBM as far as the other tiers hold them: the topmost in host RAM, the lowest on NVMe.
+fn emptied(problem: &StepProblem, schedule: &Schedule) -> Schedule {
+    let mut emptied = Schedule { transfers: None, ..schedule.clone() };
+    let always = problem.always();
+    let mut host = problem.budgets.host.saturating_sub(always.host);
+    let mut nvme = problem.budgets.nvme.saturating_sub(always.nvme);
+    for i in (0..schedule.layers).rev().filter(|&i| schedule.placement[i] != Placement::Recompute) {
+        let size = problem.boundary_bytes[i];
+        emptied.placement[i] = if size <= host {
+            host = host - size;
+            Placement::Host
+        } else if size <= nvme {
+            nvme = nvme - size;
+            Placement::Nvme
+        } else {
+            Placement::Hbm
+        };
+    }
+    emptied
 }
 
 /// One decision made differently.
