@@ -14,10 +14,14 @@ pub(crate) const ADDRESS: usize = 1 << 16;
 /// several times slower, and takes the more of the CPU. Shorter ones would take far more memory than they use.
 const LARGE: usize = 1 << 20;
 
+/// Length of a large page, on most systems. Buffers of at least this length start on one, so that none of their bytes but the
+/// last ones lie in small pages.
+const LARGE_PAGE: usize = 2 << 20;
+
 /// Zeroed memory at an address that suits any file. Its length suits the files it was made for: a multiple of their
 /// alignment.
 pub struct AlignedBuf {
-    /// Longer by [`ADDRESS`]. Absent where the length is zero.
+    /// Longer by its alignment. Absent where the length is zero.
     map: Option<MmapMut>,
     /// Where the bytes begin in it.
     start: usize,
@@ -39,13 +43,14 @@ impl AlignedBuf {
         if bytes == 0 {
             return Ok(AlignedBuf::none());
         }
-        let mapped = bytes.checked_add(ADDRESS).ok_or_else(too_many)?;
+        let alignment = if bytes >= LARGE_PAGE { LARGE_PAGE } else { ADDRESS };
+        let mapped = bytes.checked_add(alignment).ok_or_else(too_many)?;
         let map = MmapMut::map_anon(mapped).map_err(refused)?;
         if bytes >= LARGE {
             // Without large pages everything works.
             let _ = map.advise(Advice::HugePage);
         }
-        let start = map.as_ptr().addr().next_multiple_of(ADDRESS) - map.as_ptr().addr();
+        let start = map.as_ptr().addr().next_multiple_of(alignment) - map.as_ptr().addr();
         Ok(AlignedBuf { map: Some(map), start, most: bytes, len: bytes })
     }
 
