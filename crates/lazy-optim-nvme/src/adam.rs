@@ -1,32 +1,45 @@
 //! The update itself, element by element.
 //!
-//! The order of operations and the rounding of constants are those of PyTorch's CPU Adam: bias corrections and step
-//! size in float64, everything that meets an element rounded to float32 first. Nothing is contracted into fused
-//! multiply-adds, so every instruction set and every cut of the data gives the same bits.
+//! The order of operations and the rounding of constants are those of PyTorch's Adam: bias corrections and step size in
+//! float64, everything that meets an element rounded to float32 first. Two divisions by a constant of the step are
+//! multiplications by its reciprocal, as in PyTorch's loss scaler. Nothing is contracted into fused multiply-adds, so
+//! every instruction set, the GPU (`adam.cu`) and every cut of the data give the same bits.
+
+use std::ops::Range;
 
 use crate::GroupOptions;
+use crate::bf16;
+use crate::moments::{Moment, Moments, pieces};
+use crate::quant::QUANT_BLOCK;
+use crate::simd::{Compiled, InstructionSet};
 
 /// The constants of one parameter in one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Rule {
-    /// Gradients are divided by this, then multiplied by the next two.
-    scale: f32,
+    /// Gradients are multiplied by this (see [`unscale`]), then by the next.
+    unscale: f32,
+    /// The clip coefficient, negative to ascend.
     clip: f32,
-    sign: f32,
     /// The weight is multiplied by this: `1 - lr * weight_decay`, or 1.
     shrink: f32,
     /// This times the weight is added to the gradient: `weight_decay`, or 0.
     l2: f32,
-    /// `1 - beta1`.
-    mix: f32,
+    /// A linear interpolation is anchored at its nearer end, as PyTorch's lerp is: `1 - beta1` from the old moment, or
+    /// `-beta1` from the gradient.
+    slope: f32,
     beta2: f32,
     /// `1 - beta2`.
     mix2: f32,
     /// `-lr / (1 - beta1^t)`.
     step: f32,
-    /// `sqrt(1 - beta2^t)`.
-    root: f32,
+    /// `1 / sqrt(1 - beta2^t)`.
+    correction: f32,
     eps: f32,
+}
+
+/// What gradients are multiplied by instead of divided by `scale`.
+pub(crate) fn unscale(scale: f64) -> f32 {
+    (1.0 / f64::from(scale as f32)) as f32
 }
 
 impl Rule {
@@ -34,97 +47,163 @@ impl Rule {
     pub(crate) fn new(options: &GroupOptions, count: u64, scale: f64, clip: f64) -> Rule {
         let GroupOptions { lr, betas: (beta1, beta2), eps, weight_decay, decoupled, maximize } = *options;
         let t = count as f64;
+        let mix = (1.0 - beta1) as f32;
         Rule {
-            scale: scale as f32,
-            clip: clip as f32,
-            sign: if maximize { -1.0 } else { 1.0 },
+            unscale: unscale(scale),
+            clip: if maximize { -(clip as f32) } else { clip as f32 },
             shrink: if decoupled { (1.0 - lr * weight_decay) as f32 } else { 1.0 },
             l2: if decoupled { 0.0 } else { weight_decay as f32 },
-            mix: (1.0 - beta1) as f32,
+            slope: if mix < 0.5 { mix } else { -(1.0 - mix) },
             beta2: beta2 as f32,
             mix2: (1.0 - beta2) as f32,
             step: (-lr / (1.0 - beta1.powf(t))) as f32,
-            root: (1.0 - beta2.powf(t)).sqrt() as f32,
+            correction: (1.0 / (1.0 - beta2.powf(t)).sqrt()) as f32,
             eps: eps as f32,
         }
     }
 
-    /// Updates weights and moments in place. All four slices have one length.
+    /// Updates float32 weights and moments in place. All four slices have one length.
     pub(crate) fn apply(&self, grad: &[f32], main: &mut [f32], avg: &mut [f32], sq: &mut [f32]) {
-        #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor has AVX2, which is all that the function asks for.
-            return unsafe { self.apply_avx2(grad, main, avg, sq) };
-        }
-        self.apply_any(grad, main, avg, sq);
-    }
-
-    /// The same code compiled for eight lanes.
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx2")]
-    fn apply_avx2(&self, grad: &[f32], main: &mut [f32], avg: &mut [f32], sq: &mut [f32]) {
-        self.apply_any(grad, main, avg, sq);
+        let (avg, sq) = (bytemuck::cast_slice_mut(avg), bytemuck::cast_slice_mut(sq));
+        let block = BlockMut { moments: Moments::F32, main, avg, sq };
+        update_block(self, block, 0..grad.len(), GradSlice::F32(grad), None);
     }
 
     #[inline(always)]
-    fn apply_any(&self, grad: &[f32], main: &mut [f32], avg: &mut [f32], sq: &mut [f32]) {
+    fn advance(&self, grad: &[f32], main: &mut [f32], avg: &mut [f32], sq: &mut [f32]) {
+        let Rule { unscale, clip, shrink, l2, slope, beta2, mix2, step, correction, eps } = *self;
         let n = grad.len();
         let (main, avg, sq) = (&mut main[..n], &mut avg[..n], &mut sq[..n]);
-        // A linear interpolation is anchored at its nearer end, as PyTorch's lerp is.
-        let near = self.mix < 0.5;
-        let slope = if near { self.mix } else { -(1.0 - self.mix) };
         for i in 0..n {
-            let w = main[i] * self.shrink;
-            let g = (grad[i] / self.scale * self.clip) * self.sign + self.l2 * main[i];
-            let m = (if near { avg[i] } else { g }) + slope * (g - avg[i]);
-            let v = sq[i] * self.beta2 + self.mix2 * g * g;
-            let denominator = v.sqrt() / self.root + self.eps;
-            main[i] = w + self.step * m / denominator;
+            let w = main[i] * shrink;
+            let g = grad[i] * unscale * clip + l2 * main[i];
+            let m = (if slope > 0.0 { avg[i] } else { g }) + slope * (g - avg[i]);
+            let v = sq[i] * beta2 + mix2 * g * g;
+            let denominator = v.sqrt() * correction + eps;
+            main[i] = w + step * m / denominator;
             avg[i] = m;
             sq[i] = v;
         }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// Gradients of a run of elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum GradSlice<'a> {
+    /// Float32.
+    F32(&'a [f32]),
+    /// Bits of bfloat16.
+    Bf16(&'a [u16]),
+}
 
-    /// Awkward values of both signs and many magnitudes.
-    fn data(n: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 24) as f32 - 0.5
-        };
-        (0..n).map(|i| next() * 10f32.powi(i as i32 % 9 - 4)).collect()
-    }
-
-    #[test]
-    fn every_path_and_every_cut_gives_the_same_bits() {
-        let options = GroupOptions { weight_decay: 0.1, decoupled: false, ..GroupOptions::default() };
-        let rule = Rule::new(&options, 3, 2.0, 0.7);
-        let n = 1003;
-        let (grad, main, avg) = (data(n, 1), data(n, 2), data(n, 3));
-        let sq: Vec<f32> = data(n, 4).iter().map(|x| x * x).collect();
-        let mut whole = (main.clone(), avg.clone(), sq.clone());
-        rule.apply_any(&grad, &mut whole.0, &mut whole.1, &mut whole.2);
-        for cut in [0, 1, 5, 500, n] {
-            let mut parts = (main.clone(), avg.clone(), sq.clone());
-            for range in [0..cut, cut..n] {
-                let r = || range.clone();
-                rule.apply(&grad[r()], &mut parts.0[r()], &mut parts.1[r()], &mut parts.2[r()]);
-            }
-            assert_eq!(whole, parts, "cut at {cut}");
+impl<'a> GradSlice<'a> {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            GradSlice::F32(grad) => grad.len(),
+            GradSlice::Bf16(grad) => grad.len(),
         }
     }
 
-    #[test]
-    fn a_beta_below_one_half_interpolates_from_the_gradient() {
-        // beta1 = 0 forgets the past entirely, whatever its size.
-        let options = GroupOptions { betas: (0.0, 0.9), ..GroupOptions::default() };
-        let (mut main, mut avg, mut sq) = ([1.0], [1e30], [0.0]);
-        Rule::new(&options, 1, 1.0, 1.0).apply(&[0.25], &mut main, &mut avg, &mut sq);
-        assert_eq!(avg, [0.25]);
+    /// A part of them.
+    #[inline(always)]
+    pub(crate) fn slice(self, range: Range<usize>) -> GradSlice<'a> {
+        match self {
+            GradSlice::F32(grad) => GradSlice::F32(&grad[range]),
+            GradSlice::Bf16(grad) => GradSlice::Bf16(&grad[range]),
+        }
     }
 }
+
+/// Where updated weights of a run of elements go.
+#[derive(Debug)]
+pub(crate) enum WeightsMut<'a> {
+    /// Float32.
+    F32(&'a mut [f32]),
+    /// Bits of bfloat16, rounded to the nearest.
+    Bf16(&'a mut [u16]),
+}
+
+impl WeightsMut<'_> {
+    #[inline(always)]
+    fn write(&mut self, range: Range<usize>, main: &[f32]) {
+        match self {
+            WeightsMut::F32(weights) => weights[range].copy_from_slice(main),
+            WeightsMut::Bf16(weights) => bf16::round_all(main, &mut weights[range]),
+        }
+    }
+}
+
+/// One block of the state: at most [`BLOCK`](crate::slot::BLOCK) elements of main weights, and the sections' bytes of
+/// their moments, [`Moments::block_bytes`] long or, in the float formats, as long as the weights need.
+#[derive(Debug)]
+pub(crate) struct BlockMut<'a> {
+    pub(crate) moments: Moments,
+    pub(crate) main: &'a mut [f32],
+    pub(crate) avg: &'a mut [u8],
+    pub(crate) sq: &'a mut [u8],
+}
+
+/// Updates elements `range` of a block, all of one parameter, and hands out their new weights while they are in the cache.
+/// `grad` and `weights` have as many elements. Neither the range nor the block changes a result, with one condition: in the
+/// 8-bit format a range has all elements of the parameter that share a scale.
+pub(crate) fn update_block(
+    rule: &Rule,
+    block: BlockMut<'_>,
+    range: Range<usize>,
+    grad: GradSlice<'_>,
+    weights: Option<WeightsMut<'_>>,
+) {
+    InstructionSet::best().run(Update { rule, block, range, grad, weights });
+}
+
+/// Elements worked on at a time where a format is not float32: what is unpacked of them stays in the first cache.
+const TILE: usize = 4 * QUANT_BLOCK;
+
+/// An update of a part of a block.
+struct Update<'a> {
+    rule: &'a Rule,
+    block: BlockMut<'a>,
+    range: Range<usize>,
+    grad: GradSlice<'a>,
+    weights: Option<WeightsMut<'a>>,
+}
+
+impl Compiled for Update<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Update { rule, block: BlockMut { moments, main, avg, sq }, range, grad, mut weights } = self;
+        let (mut wide, mut first, mut second) = ([0.0; TILE], [0.0; TILE], [0.0; TILE]);
+        for tile in pieces(range.clone(), TILE) {
+            let given = tile.start - range.start..tile.end - range.start;
+            let n = tile.len();
+            let grad = match grad.slice(given.clone()) {
+                GradSlice::F32(grad) => grad,
+                GradSlice::Bf16(grad) => {
+                    bf16::widen_all(grad, &mut wide[..n]);
+                    &wide[..n]
+                }
+            };
+            let main = &mut main[tile.clone()];
+            if moments == Moments::F32 {
+                let avg = &mut bytemuck::cast_slice_mut(avg)[tile.clone()];
+                let sq = &mut bytemuck::cast_slice_mut(sq)[tile];
+                rule.advance(grad, main, avg, sq);
+            } else {
+                let (first, second) = (&mut first[..n], &mut second[..n]);
+                moments.decode(Moment::First, avg, tile.clone(), first);
+                moments.decode(Moment::Second, sq, tile.clone(), second);
+                rule.advance(grad, main, first, second);
+                moments.encode(Moment::First, first, avg, tile.clone());
+                moments.encode(Moment::Second, second, sq, tile);
+            }
+            if let Some(weights) = &mut weights {
+                weights.write(given, main);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -49,16 +49,23 @@
 //! Memory besides the ring: twelve bytes of checksums for every 16,384 elements, and the caller's gradients. Each bucket
 //! keeps two files open. The formats are in `docs/formats.md`.
 
+#[allow(dead_code, reason = "steps use float32 alone so far")]
 mod adam;
+mod bf16;
 mod create;
 mod error;
 mod files;
 mod layout;
+#[allow(dead_code, reason = "steps use float32 alone so far")]
+mod moments;
 mod norm;
 mod open;
 mod options;
+#[allow(dead_code, reason = "steps use float32 alone so far")]
+mod quant;
 mod record;
 mod ring;
+mod simd;
 mod slot;
 mod state;
 mod step;
@@ -83,6 +90,7 @@ compile_error!("slot files are little-endian images of memory; a big-endian buil
 pub use error::OptimError;
 pub use lazy_store::durable::IoOptions;
 pub use lazy_store::{Bytes, NvmeMode, Seconds, Span};
+pub use moments::Moments;
 pub use options::{AdamOptions, GroupOptions, ParamSpec, StatePart, StepInput, StepOutcome, StepSeconds};
 pub use state::NvmeAdam;
 

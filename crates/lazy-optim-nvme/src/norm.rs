@@ -3,20 +3,31 @@
 use rayon::prelude::*;
 
 use crate::OptimError;
+use crate::adam::{GradSlice, unscale};
+use crate::bf16;
+use crate::moments::pieces;
+use crate::simd::{Compiled, InstructionSet};
 
 /// Elements under one partial sum, counted from the start of each parameter. Part of what makes the norm
 /// reproducible: shards cut at multiples of it give the same sums.
 const NORM_BLOCK: usize = 65_536;
 
-/// Accumulators of a partial sum, fixed so that every instruction set adds in the same order.
-const ACCUMULATORS: usize = 16;
+/// Accumulators of a partial sum: element `i` of a block goes to number `i % LANES`. Fixed, and few enough to stay in a
+/// core's first cache, so that every instruction set and the GPU (`adam.cu`, four to a thread) add in the same order.
+const LANES: usize = 1024;
 
-/// Euclidean norm of all gradients after division by `scale`: float64 sums of squares over blocks of 65,536
-/// elements of each parameter, added in parameter order.
+/// Euclidean norm of all gradients after unscaling: float64 sums of squares over blocks of 65,536 elements of each
+/// parameter, added in parameter order.
 pub(crate) fn global_norm(grads: &[Option<&[f32]>], scale: f64) -> f64 {
-    let blocks: Vec<&[f32]> = grads.iter().flatten().flat_map(|grad| grad.chunks(NORM_BLOCK)).collect();
-    let sums: Vec<f64> = blocks.par_iter().map(|block| sum_of_squares(block, scale as f32)).collect();
+    let blocks: Vec<GradSlice<'_>> =
+        grads.iter().flatten().flat_map(|grad| blocks(GradSlice::F32(grad))).collect();
+    let sums: Vec<f64> = blocks.par_iter().map(|block| sum_of_squares(*block, unscale(scale))).collect();
     sums.iter().fold(0.0, |total, sum| total + sum).sqrt()
+}
+
+/// The blocks of one parameter's gradient.
+pub(crate) fn blocks(grad: GradSlice<'_>) -> impl Iterator<Item = GradSlice<'_>> {
+    pieces(0..grad.len(), NORM_BLOCK).map(move |range| grad.slice(range))
 }
 
 /// `min(1, max_norm / (norm + 1e-6))`, the coefficient of `torch.nn.utils.clip_grad_norm_`.
@@ -32,38 +43,49 @@ pub(crate) fn check_max_norm(max_norm: Option<f64>) -> Result<(), OptimError> {
     }
 }
 
-fn sum_of_squares(block: &[f32], scale: f32) -> f64 {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has AVX2, which is all that the function asks for.
-        return unsafe { sum_of_squares_avx2(block, scale) };
-    }
-    sum_of_squares_any(block, scale)
+/// The partial sum of one block.
+pub(crate) fn sum_of_squares(block: GradSlice<'_>, unscale: f32) -> f64 {
+    InstructionSet::best().run(Squares { block, unscale })
 }
 
-/// The same code compiled for wider registers.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn sum_of_squares_avx2(block: &[f32], scale: f32) -> f64 {
-    sum_of_squares_any(block, scale)
+struct Squares<'a> {
+    block: GradSlice<'a>,
+    unscale: f32,
+}
+
+impl Compiled for Squares<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run(self) -> f64 {
+        let mut lanes = [0.0; LANES];
+        match self.block {
+            GradSlice::F32(block) => add_squares(&mut lanes, block, self.unscale, |g| g),
+            GradSlice::Bf16(block) => add_squares(&mut lanes, block, self.unscale, bf16::widen),
+        }
+        // Halves are added until one is left.
+        let mut width = LANES / 2;
+        while width > 0 {
+            let (left, right) = lanes.split_at_mut(width);
+            for (left, right) in left.iter_mut().zip(right) {
+                *left += *right;
+            }
+            width /= 2;
+        }
+        lanes[0]
+    }
 }
 
 #[inline(always)]
-fn sum_of_squares_any(block: &[f32], scale: f32) -> f64 {
-    let mut sums = [0f64; ACCUMULATORS];
-    let (rows, rest) = block.as_chunks::<ACCUMULATORS>();
-    for row in rows {
-        for (sum, g) in sums.iter_mut().zip(row) {
-            // The quotient is rounded to float32 as the update will see it, so an overflow there shows here.
-            let g = f64::from(g / scale);
+fn add_squares<T: Copy>(lanes: &mut [f64; LANES], block: &[T], unscale: f32, widen: impl Fn(T) -> f32) {
+    for row in block.chunks(LANES) {
+        for (sum, g) in lanes.iter_mut().zip(row) {
+            // The product is rounded to float32 as the update will see it, so an overflow there shows here. Its square
+            // is exact in float64.
+            let g = f64::from(widen(*g) * unscale);
             *sum += g * g;
         }
     }
-    for (sum, g) in sums.iter_mut().zip(rest) {
-        let g = f64::from(g / scale);
-        *sum += g * g;
-    }
-    sums.iter().sum()
 }
 
 #[cfg(test)]
@@ -93,9 +115,29 @@ mod tests {
     }
 
     #[test]
-    fn paths_add_in_the_same_order() {
-        let grad: Vec<f32> = (0..65_537).map(|i| (i as f32 * 0.37).sin() * 1e3).collect();
-        assert_eq!(sum_of_squares(&grad, 3.0), sum_of_squares_any(&grad, 3.0));
+    fn every_instruction_set_adds_in_the_order_stated() {
+        let wide: Vec<f32> = (0..NORM_BLOCK).map(|i| (i as f32 * 0.37).sin() * 1e3).collect();
+        let narrow: Vec<u16> = wide.iter().map(|g| bf16::round(*g)).collect();
+        let unscale = unscale(3.0);
+        let stated = |value: &dyn Fn(usize) -> f32, n: usize| {
+            let mut lanes = vec![0.0; LANES];
+            for i in 0..n {
+                lanes[i % LANES] += f64::from(value(i) * unscale).powi(2);
+            }
+            while lanes.len() > 1 {
+                let right = lanes.split_off(lanes.len() / 2);
+                lanes = lanes.iter().zip(right).map(|(left, right)| left + right).collect();
+            }
+            lanes[0]
+        };
+        for n in [0, 1, 15, 1024, 1025, 40_000, NORM_BLOCK] {
+            for set in InstructionSet::ALL {
+                let of = |block| set.run(Squares { block, unscale });
+                assert_eq!(of(GradSlice::F32(&wide[..n])), stated(&|i| wide[i], n), "{set:?} {n}");
+                let widened = |i| bf16::widen(narrow[i]);
+                assert_eq!(of(GradSlice::Bf16(&narrow[..n])), stated(&widened, n), "{set:?} {n}");
+            }
+        }
     }
 
     #[test]
