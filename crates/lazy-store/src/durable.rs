@@ -1,10 +1,10 @@
 //! Durable files: preallocated, read and written at offsets through the store's I/O back ends, flushed, linked and
-//! renamed. They lie in a caller's folder, which is never swept.
+//! renamed. They lie in a caller's folder and in folders inside it, none of which is ever swept.
 
 mod transfers;
 
 use std::fmt;
-use std::fs::File;
+use std::fs::{File, FileType};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use rustix::io::Errno;
 
 pub use crate::buffer::AlignedBuf;
 use crate::error::StoreError;
-use crate::io::hooks::{Change, Hooks};
+use crate::io::hooks::{At, Change, Hooks};
 use crate::io::make::{create, make_private_dir};
 use crate::io::stripes::{OpenFile, Stripes};
 use crate::io::{Op, fs, probe};
@@ -40,13 +40,20 @@ pub struct DurableFile {
 
 struct Dir {
     path: PathBuf,
+    engine: Arc<Engine>,
+    /// The folder that this one lies in, if it was made or opened through it: its claim lasts as long as this.
+    parent: Option<Arc<Dir>>,
+    /// Holds the claim of [`DurableDir::lock`]. Dropped last: a transfer whose handle was leaked ends before somebody else may
+    /// claim the folder.
+    folder: File,
+}
+
+/// What a folder shares with the folders inside it.
+struct Engine {
     mode: NvmeMode,
     hooks: Hooks,
     reader: Worker,
     writer: Worker,
-    /// Holds the claim of [`DurableDir::lock`]. Dropped last: a transfer whose handle was leaked ends before somebody else may
-    /// claim the folder.
-    folder: File,
 }
 
 struct Opened {
@@ -108,7 +115,8 @@ impl DurableDir {
         let reader = Worker::start(Op::Read, queue()?, options.depth)?;
         let writer = Worker::start(Op::Write, queue()?, options.depth)?;
         let folder = File::open(path).map_err(|e| StoreError::file("open", path, e))?;
-        Ok(DurableDir { inner: Arc::new(Dir { path: path.to_owned(), mode, hooks, reader, writer, folder }) })
+        let engine = Arc::new(Engine { mode, hooks, reader, writer });
+        Ok(DurableDir { inner: Arc::new(Dir { path: path.to_owned(), engine, parent: None, folder }) })
     }
 
     /// Claims the folder for this `DurableDir` and its clones until the last of them is dropped. The claim is a `flock` on
@@ -135,7 +143,7 @@ impl DurableDir {
         let path = self.named(name)?;
         self.check_range(&path, 0, len.get(), len.get())?;
         let file = self.change(Change::Create { name }, || {
-            let file = create(&path, len, self.inner.mode.direct)?;
+            let file = create(&path, len, self.mode().direct)?;
             file.sync_all().map_err(|e| StoreError::file("flush", &path, e))?;
             Ok(file)
         })?;
@@ -150,13 +158,54 @@ impl DurableDir {
     pub fn open_file(&self, name: &str) -> Result<DurableFile, StoreError> {
         let path = self.named(name)?;
         let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        if self.inner.mode.direct {
+        if self.mode().direct {
             flags |= OFlags::DIRECT;
         }
         let fd = rustix::fs::openat(&self.inner.folder, name, flags, Mode::empty())
             .map_err(|e| StoreError::file("open", &path, e))?;
         let file = File::from(fd);
         self.opened(file, path)
+    }
+
+    /// Makes a folder inside this one, private to the user. Its name is durable after [`DurableDir::sync`] of this folder.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Exists`].
+    pub fn create_dir(&self, name: &str) -> Result<DurableDir, StoreError> {
+        let path = self.named(name)?;
+        self.change(Change::CreateDir { name }, || {
+            match rustix::fs::mkdirat(&self.inner.folder, name, Mode::RWXU) {
+                Ok(()) => Ok(()),
+                Err(Errno::EXIST) => Err(StoreError::Exists { path: path.clone() }),
+                Err(e) => Err(StoreError::file("make the folder", &path, e)),
+            }
+        })?;
+        self.open_dir(name)
+    }
+
+    /// Opens a folder inside this one. A symbolic link is refused. It shares this one's queues, and a claim on this one lasts
+    /// until it is dropped, too.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`] where there is none.
+    pub fn open_dir(&self, name: &str) -> Result<DurableDir, StoreError> {
+        let path = self.named(name)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let folder = rustix::fs::openat(&self.inner.folder, name, flags, Mode::empty())
+            .map_err(|e| StoreError::file("open", &path, e))?;
+        let (engine, parent) = (Arc::clone(&self.inner.engine), Some(Arc::clone(&self.inner)));
+        Ok(DurableDir { inner: Arc::new(Dir { path, engine, parent, folder: File::from(folder) }) })
+    }
+
+    /// Removes a folder inside this one, which must be empty.
+    pub fn remove_dir(&self, name: &str) -> Result<(), StoreError> {
+        let path = self.named(name)?;
+        self.change(Change::RemoveDir { name }, || {
+            rustix::fs::unlinkat(&self.inner.folder, name, AtFlags::REMOVEDIR)
+                .map_err(|e| StoreError::file("remove", &path, e))
+        })
     }
 
     /// Whether something of that name exists.
@@ -171,11 +220,20 @@ impl DurableDir {
 
     /// Names of the regular files in the folder, sorted.
     pub fn list(&self) -> Result<Vec<String>, StoreError> {
+        self.entries(|kind| kind.is_file())
+    }
+
+    /// Names of the folders in it, sorted.
+    pub fn list_dirs(&self) -> Result<Vec<String>, StoreError> {
+        self.entries(|kind| kind.is_dir())
+    }
+
+    fn entries(&self, wanted: impl Fn(FileType) -> bool) -> Result<Vec<String>, StoreError> {
         let failed = |e| StoreError::file("list", &self.inner.path, e);
         let mut names = Vec::new();
         for entry in std::fs::read_dir(&self.inner.path).map_err(failed)? {
             let entry = entry.map_err(failed)?;
-            if entry.file_type().map_err(failed)?.is_file()
+            if wanted(entry.file_type().map_err(failed)?)
                 && let Ok(name) = entry.file_name().into_string()
             {
                 names.push(name);
@@ -185,19 +243,24 @@ impl DurableDir {
         Ok(names)
     }
 
-    /// Gives a file a second name, which must be new.
-    pub fn link(&self, from: &str, to: &str) -> Result<(), StoreError> {
-        let (path, target) = (self.named(from)?, self.named(to)?);
-        let folder = &self.inner.folder;
-        let link = || match rustix::fs::linkat(folder, from, folder, to, AtFlags::empty()) {
-            Ok(()) => Ok(()),
-            Err(Errno::EXIST) => Err(StoreError::Exists { path: target }),
-            Err(e) => Err(StoreError::file("link", &path, e)),
-        };
-        self.change(Change::Link { from, to }, link)
+    /// Gives a file, which may lie in another folder of the same file system, a further name in this folder, which must be new.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Exists`]; [`StoreError::File`] with [`CrossesDevices`](std::io::ErrorKind::CrossesDevices) where the
+    /// file lies on another file system.
+    pub fn link(&self, file: &Path, name: &str) -> Result<(), StoreError> {
+        let path = self.named(name)?;
+        self.change(Change::Link { name }, || {
+            match rustix::fs::linkat(rustix::fs::CWD, file, &self.inner.folder, name, AtFlags::empty()) {
+                Ok(()) => Ok(()),
+                Err(Errno::EXIST) => Err(StoreError::Exists { path }),
+                Err(e) => Err(StoreError::file("link", file, e)),
+            }
+        })
     }
 
-    /// Renames a file; one that has the new name already is replaced.
+    /// Renames a file or a folder. A file that has the new name already is replaced by a file.
     pub fn rename(&self, from: &str, to: &str) -> Result<(), StoreError> {
         let path = self.named(from)?;
         self.named(to)?;
@@ -230,12 +293,12 @@ impl DurableDir {
 
     /// How files are read and written here: what was asked for, what was obtained and why.
     pub fn mode(&self) -> &NvmeMode {
-        &self.inner.mode
+        &self.inner.engine.mode
     }
 
     /// Offsets and lengths of transfers are multiples of this many bytes.
     pub fn alignment(&self) -> usize {
-        self.inner.mode.alignment
+        self.mode().alignment
     }
 
     /// Bytes free on the folder's file system.
@@ -248,13 +311,13 @@ impl DurableDir {
         change: Change<'_>,
         act: impl FnOnce() -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        self.inner.hooks.carry_out(&self.inner.path, change, act)
+        self.inner.carry_out(change, act)
     }
 
     fn opened(&self, file: File, path: PathBuf) -> Result<DurableFile, StoreError> {
         let metadata = file.metadata().map_err(|e| StoreError::file("ask for the length of", &path, e))?;
         let (len, inode) = (metadata.len(), metadata.ino());
-        let NvmeMode { granularity, alignment, .. } = self.inner.mode;
+        let NvmeMode { granularity, alignment, .. } = *self.mode();
         let files = Arc::new(Stripes::one(OpenFile::new(file, path, granularity), alignment));
         let file = Opened { files, len, inode, sync_failed: Mutex::new(false) };
         Ok(DurableFile { file: Arc::new(file), dir: Arc::clone(&self.inner) })
@@ -273,8 +336,22 @@ impl DurableDir {
 }
 
 impl Dir {
+    /// Makes a change of the folder or a flush in it, in sight of the fault double.
+    fn carry_out<T>(
+        &self,
+        change: Change<'_>,
+        act: impl FnOnce() -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let mut root = self;
+        while let Some(parent) = &root.parent {
+            root = parent;
+        }
+        let at = At { folder: &self.folder, path: &self.path, root: &root.path };
+        self.engine.hooks.carry_out(at, change, act)
+    }
+
     fn check_range(&self, path: &Path, offset: u64, bytes: u64, length: u64) -> Result<(), StoreError> {
-        let alignment = self.mode.alignment;
+        let alignment = self.engine.mode.alignment;
         let aligned = |n: u64| n.is_multiple_of(alignment as u64);
         if aligned(offset) && aligned(bytes) && offset.checked_add(bytes).is_some_and(|end| end <= length) {
             return Ok(());
@@ -287,13 +364,13 @@ impl DurableFile {
     /// Starts to fill `buffer` from `offset`. Waits while too many reads are queued. Transfers are under way together, as far
     /// as [`IoOptions::depth`] goes; a read that has to see a write is started after that was waited for.
     pub fn read_at(&self, offset: u64, buffer: AlignedBuf) -> Pending {
-        self.submit(&self.dir.reader, offset, buffer)
+        self.submit(&self.dir.engine.reader, offset, buffer)
     }
 
     /// Starts to write `buffer` at `offset`. Waits while too many writes are queued. Of writes to the same bytes, the last one
     /// started is what stays.
     pub fn write_at(&self, offset: u64, buffer: AlignedBuf) -> Pending {
-        self.submit(&self.dir.writer, offset, buffer)
+        self.submit(&self.dir.engine.writer, offset, buffer)
     }
 
     fn submit(&self, worker: &Worker, offset: u64, buffer: AlignedBuf) -> Pending {
@@ -318,9 +395,17 @@ impl DurableFile {
         }
         let flush =
             || rustix::fs::fdatasync(&file.file).map_err(|e| StoreError::file("flush", &file.path, e));
-        let flushed = self.dir.hooks.carry_out(&self.dir.path, Change::SyncData { file }, flush);
+        let flushed = self.dir.carry_out(Change::SyncData { file }, flush);
         *failed = flushed.is_err();
         flushed
+    }
+
+    /// How many names it has: more than one where it was [linked](DurableDir::link). 0 where none is left.
+    pub fn names(&self) -> Result<u64, StoreError> {
+        let file = self.file.files.file(0);
+        let stat = rustix::fs::fstat(&file.file)
+            .map_err(|e| StoreError::file("count the names of", &file.path, e))?;
+        Ok(stat.st_nlink as u64)
     }
 
     /// Its length.
@@ -341,7 +426,7 @@ impl DurableFile {
 
 impl fmt::Debug for DurableDir {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({})", self.inner.path.display(), self.inner.mode)
+        write!(f, "{} ({})", self.inner.path.display(), self.mode())
     }
 }
 

@@ -62,8 +62,9 @@ fn names_are_made_linked_renamed_and_removed_and_never_overwritten() {
     let len = Bytes(dir.alignment() as u64);
     dir.create_file("a", len).unwrap();
     assert!(matches!(dir.create_file("a", len), Err(StoreError::Exists { .. })));
-    dir.link("a", "b").unwrap();
-    assert!(matches!(dir.link("a", "b"), Err(StoreError::Exists { .. })));
+    let a = dir.path().join("a");
+    dir.link(&a, "b").unwrap();
+    assert!(matches!(dir.link(&a, "b"), Err(StoreError::Exists { .. })));
     dir.rename("b", "c").unwrap();
     dir.remove("a").unwrap();
     dir.sync().unwrap();
@@ -77,6 +78,48 @@ fn names_are_made_linked_renamed_and_removed_and_never_overwritten() {
     assert!(dir.open_file("trap").is_err());
     let mode = std::fs::metadata(dir.path()).unwrap();
     assert_eq!(std::os::unix::fs::PermissionsExt::mode(&mode.permissions()) & 0o777, 0o700);
+}
+
+#[test]
+fn folders_inside_hold_links_and_files_and_are_renamed_whole() {
+    let folder = folder();
+    let dir = DurableDir::open(folder.path(), &IoOptions::default()).unwrap();
+    dir.lock().unwrap();
+    let len = Bytes(dir.alignment() as u64);
+    let slot = dir.create_file("slot", len).unwrap();
+    assert_eq!(slot.names().unwrap(), 1);
+    let inside = dir.create_dir("new.tmp").unwrap();
+    assert!(matches!(dir.create_dir("new.tmp"), Err(StoreError::Exists { .. })));
+    inside.link(&dir.path().join("slot"), "slot").unwrap();
+    inside.create_file("manifest", len).unwrap().write_at(0, filled(len.get(), |_| 3)).wait().1.unwrap();
+    inside.sync().unwrap();
+    assert_eq!(slot.names().unwrap(), 2);
+    dir.rename("new.tmp", "new").unwrap();
+    dir.sync().unwrap();
+    assert_eq!(dir.list_dirs().unwrap(), ["new"]);
+    assert_eq!(dir.list().unwrap(), ["slot"]);
+    // The folder's claim lasts as long as anything inside it is open.
+    drop((dir, slot, inside));
+    let dir = DurableDir::open(folder.path(), &IoOptions::default()).unwrap();
+    dir.lock().unwrap();
+    let inside = dir.open_dir("new").unwrap();
+    let file = inside.open_file("manifest").unwrap();
+    drop((dir, inside));
+    let again = DurableDir::open(folder.path(), &IoOptions::default()).unwrap();
+    assert!(matches!(again.lock(), Err(StoreError::InUse { .. })));
+    let (buffer, result) = file.read_at(0, AlignedBuf::zeroed(len).unwrap()).wait();
+    result.unwrap();
+    assert!(buffer.as_slice().iter().all(|&b| b == 3));
+    drop(file);
+    again.lock().unwrap();
+    let inside = again.open_dir("new").unwrap();
+    assert!(again.remove_dir("new").is_err(), "it is not empty");
+    inside.remove("manifest").unwrap();
+    inside.remove("slot").unwrap();
+    again.remove_dir("new").unwrap();
+    assert_eq!(again.open_file("slot").unwrap().names().unwrap(), 1);
+    std::os::unix::fs::symlink(".", again.path().join("trap")).unwrap();
+    assert!(again.open_dir("trap").is_err());
 }
 
 #[test]

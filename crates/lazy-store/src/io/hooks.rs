@@ -1,5 +1,6 @@
 //! Where the fault double sees changes of durable files. Empty in ordinary builds.
 
+use std::fs::File;
 use std::path::Path;
 
 use super::Queue;
@@ -11,11 +12,24 @@ use crate::error::StoreError;
 #[cfg_attr(not(any(test, feature = "test-util")), allow(dead_code, reason = "read by the fault double"))]
 pub(crate) enum Change<'a> {
     Create { name: &'a str },
-    Link { from: &'a str, to: &'a str },
+    CreateDir { name: &'a str },
+    Link { name: &'a str },
     Rename { from: &'a str, to: &'a str },
     Remove { name: &'a str },
+    RemoveDir { name: &'a str },
     SyncDir,
     SyncData { file: &'a OpenFile },
+}
+
+/// Where a change is made.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(any(test, feature = "test-util")), allow(dead_code, reason = "read by the fault double"))]
+pub(crate) struct At<'a> {
+    pub(crate) folder: &'a File,
+    /// The folder's path when it was opened.
+    pub(crate) path: &'a Path,
+    /// The path of the outermost folder of durable files that it lies in.
+    pub(crate) root: &'a Path,
 }
 
 /// What stands between durable files and the system: nothing, or the fault double.
@@ -29,15 +43,15 @@ impl Hooks {
     /// Makes a change through `act`.
     pub(crate) fn carry_out<T>(
         &self,
-        folder: &Path,
+        at: At<'_>,
         change: Change<'_>,
         act: impl FnOnce() -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         #[cfg(any(test, feature = "test-util"))]
         if let Some(faults) = &self.faults {
-            return faults.carry_out(folder, change, act);
+            return faults.carry_out(at, change, act);
         }
-        let _ = (folder, change);
+        let _ = (at, change);
         act()
     }
 

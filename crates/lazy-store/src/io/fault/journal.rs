@@ -8,13 +8,14 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use lazy_model::Bytes;
+use rustix::fs::{AtFlags, CWD};
 
-use super::super::hooks::Change;
+use super::super::hooks::{At, Change};
 use super::super::stripes::OpenFile;
 use crate::buffer::AlignedBuf;
 use crate::random::Random;
 
-/// Folder, inside the folder of durable files, for what a later undo has to bring back.
+/// Folder, inside the outermost folder of durable files, for what a later undo has to bring back.
 const STASH: &str = ".stash";
 /// A power cut tears a write at multiples of this.
 const SECTOR: usize = 512;
@@ -24,8 +25,18 @@ type Inode = (u64, u64);
 #[derive(Default)]
 pub(crate) struct Journal {
     files: HashMap<Inode, Unflushed>,
-    folders: Vec<(PathBuf, Undo)>,
+    /// Unflushed changes of folders, oldest first.
+    folders: Vec<Unsynced>,
     stashed: u64,
+}
+
+struct Unsynced {
+    of: Inode,
+    /// By its handle, because a folder may have been renamed since.
+    folder: File,
+    path: PathBuf,
+    root: PathBuf,
+    undo: Undo,
 }
 
 /// Unflushed writes of one file, oldest first.
@@ -48,6 +59,11 @@ struct Write {
 pub(crate) enum Undo {
     Nothing,
     Remove(String),
+    /// Remove a folder with all in it: what was flushed there is lost with the name.
+    RemoveDir(String),
+    /// The folder is gone, and what could be undone in it with it. A power cut that brings it back leaves what one during the
+    /// removals before may leave.
+    Forget(Inode),
     /// Rename the second back to the first, and bring back what the second was.
     Rename(String, String, Option<PathBuf>),
     Restore(String, PathBuf),
@@ -82,26 +98,27 @@ impl Journal {
     }
 
     /// Puts aside what a change is about to take away, and says how to undo it.
-    pub(crate) fn prepare(&mut self, folder: &Path, change: Change<'_>) -> io::Result<Undo> {
+    pub(crate) fn prepare(&mut self, at: At<'_>, change: Change<'_>) -> io::Result<Undo> {
         Ok(match change {
-            Change::Create { name } => Undo::Remove(name.to_owned()),
-            Change::Link { to, .. } => Undo::Remove(to.to_owned()),
+            Change::Create { name } | Change::Link { name } => Undo::Remove(name.to_owned()),
+            Change::CreateDir { name } => Undo::RemoveDir(name.to_owned()),
             Change::Rename { from, to } => {
-                let replaced = self.stash(folder, to)?;
+                let replaced = self.stash(at, to)?;
                 Undo::Rename(from.to_owned(), to.to_owned(), replaced)
             }
-            Change::Remove { name } => match self.stash(folder, name)? {
+            Change::Remove { name } => match self.stash(at, name)? {
                 Some(stashed) => Undo::Restore(name.to_owned(), stashed),
                 None => Undo::Nothing,
             },
+            Change::RemoveDir { name } => Undo::Forget(inode(&File::open(at.path.join(name))?)?),
             Change::SyncDir | Change::SyncData { .. } => Undo::Nothing,
         })
     }
 
     /// Notes a change that was made.
-    pub(crate) fn made(&mut self, folder: &Path, change: Change<'_>, undo: Undo) -> io::Result<()> {
-        match change {
-            Change::SyncData { file } => {
+    pub(crate) fn made(&mut self, at: At<'_>, change: Change<'_>, undo: Undo) -> io::Result<()> {
+        match (change, undo) {
+            (Change::SyncData { file }, _) => {
                 if let Some(unflushed) = self.files.get_mut(&inode(&file.file)?) {
                     if unflushed.writes.iter().any(|w| w.lost) {
                         // Undoing the lost writes must not undo what was flushed over them.
@@ -110,28 +127,43 @@ impl Journal {
                         unflushed.writes.clear();
                     }
                 }
+                Ok(())
             }
-            Change::SyncDir => {
-                self.folders.retain(|(of, _)| of != folder);
-                remove_stash(folder)?;
+            (Change::SyncDir, _) => self.forget(inode(at.folder)?),
+            (_, Undo::Forget(folder)) => self.forget(folder),
+            (_, undo) => {
+                let of = inode(at.folder)?;
+                let (path, root) = (at.path.to_owned(), at.root.to_owned());
+                self.folders.push(Unsynced { of, folder: at.folder.try_clone()?, path, root, undo });
+                Ok(())
             }
-            _ => self.folders.push((folder.to_owned(), undo)),
+        }
+    }
+
+    /// Drops what is noted of a folder.
+    fn forget(&mut self, folder: Inode) -> io::Result<()> {
+        for dropped in self.folders.extract_if(.., |change| change.of == folder) {
+            if let Undo::Rename(_, _, Some(stashed)) | Undo::Restore(_, stashed) = dropped.undo {
+                std::fs::remove_file(stashed)?;
+                // Until the last one is gone it is not empty.
+                let _ = std::fs::remove_dir(dropped.root.join(STASH));
+            }
         }
         Ok(())
     }
 
-    fn stash(&mut self, folder: &Path, name: &str) -> io::Result<Option<PathBuf>> {
-        let stash = folder.join(STASH);
+    fn stash(&mut self, at: At<'_>, name: &str) -> io::Result<Option<PathBuf>> {
+        let stash = at.root.join(STASH);
         match std::fs::create_dir(&stash) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
             _ => {}
         }
         self.stashed += 1;
         let path = stash.join(self.stashed.to_string());
-        match std::fs::hard_link(folder.join(name), &path) {
+        match rustix::fs::linkat(at.folder, name, CWD, &path, AtFlags::empty()) {
             Ok(()) => Ok(Some(path)),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(e),
+            Err(rustix::io::Errno::NOENT) => Ok(None),
+            Err(e) => Err(e.into()),
         }
     }
 
@@ -140,17 +172,31 @@ impl Journal {
         for unflushed in self.files.into_values() {
             unflushed.settle(random)?;
         }
-        let kept = random.below(self.folders.len() as u64 + 1) as usize;
-        let mut folders: Vec<PathBuf> = Vec::new();
-        for (i, (folder, undo)) in self.folders.into_iter().enumerate().rev() {
-            if i >= kept {
-                undo.apply(&folder)?;
+        // Of each folder a first part is kept.
+        let mut kept: Vec<(Inode, u64)> = Vec::new();
+        for change in &self.folders {
+            match kept.iter_mut().find(|(of, _)| *of == change.of) {
+                Some((_, count)) => *count += 1,
+                None => kept.push((change.of, 1)),
             }
-            folders.push(folder);
         }
-        folders.sort();
-        folders.dedup();
-        folders.iter().try_for_each(|folder| remove_stash(folder))
+        let mut undone: HashMap<Inode, u64> =
+            kept.into_iter().map(|(of, count)| (of, count - random.below(count + 1))).collect();
+        let mut roots = Vec::new();
+        for Unsynced { of, folder, path, root, undo } in self.folders.into_iter().rev() {
+            if let Some(left @ 1..) = undone.get_mut(&of) {
+                *left -= 1;
+                match undo.apply(&folder, &path) {
+                    // A folder that was made or renamed, and then removed for good.
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                    done => done?,
+                }
+            }
+            roots.push(root);
+        }
+        roots.sort();
+        roots.dedup();
+        roots.iter().try_for_each(|root| remove_stash(root))
     }
 }
 
@@ -187,19 +233,21 @@ impl Unflushed {
 }
 
 impl Undo {
-    fn apply(self, folder: &Path) -> io::Result<()> {
+    fn apply(self, folder: &File, path: &Path) -> io::Result<()> {
+        let restore = |stashed: PathBuf, name: &str| rustix::fs::renameat(CWD, stashed, folder, name);
         match self {
-            Undo::Nothing => Ok(()),
-            Undo::Remove(name) => std::fs::remove_file(folder.join(name)),
-            Undo::Restore(name, stashed) => std::fs::rename(stashed, folder.join(name)),
+            Undo::Nothing | Undo::Forget(_) => {}
+            Undo::Remove(name) => rustix::fs::unlinkat(folder, name, AtFlags::empty())?,
+            Undo::RemoveDir(name) => std::fs::remove_dir_all(path.join(name))?,
+            Undo::Restore(name, stashed) => restore(stashed, &name)?,
             Undo::Rename(from, to, replaced) => {
-                std::fs::rename(folder.join(&to), folder.join(from))?;
-                match replaced {
-                    Some(stashed) => std::fs::rename(stashed, folder.join(to)),
-                    None => Ok(()),
+                rustix::fs::renameat(folder, &to, folder, from)?;
+                if let Some(stashed) = replaced {
+                    restore(stashed, &to)?;
                 }
             }
         }
+        Ok(())
     }
 }
 

@@ -32,12 +32,11 @@ mod tests;
 
 use std::collections::HashMap;
 use std::io;
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
-use super::hooks::Change;
+use super::hooks::{At, Change};
 use super::{Op, Queue};
 use crate::error::StoreError;
 use crate::random::Random;
@@ -88,12 +87,15 @@ pub enum Operation {
         /// Its name.
         name: String,
     },
-    /// A second name.
+    /// A new folder.
+    CreateDir {
+        /// Its name.
+        name: String,
+    },
+    /// A further name of a file.
     Link {
-        /// The first.
-        from: String,
-        /// The second.
-        to: String,
+        /// The new name.
+        name: String,
     },
     /// A rename.
     Rename {
@@ -105,6 +107,11 @@ pub enum Operation {
     /// A name removed.
     Remove {
         /// The name.
+        name: String,
+    },
+    /// A folder removed.
+    RemoveDir {
+        /// Its name.
         name: String,
     },
     /// A flush of the folder.
@@ -121,6 +128,7 @@ pub(crate) struct State {
     /// Chances in a thousand that a request is short, interrupted, or told to try again.
     rates: [u64; 3],
     space: Option<u64>,
+    full_from: Option<u64>,
     reorder: bool,
     most_in_flight: usize,
     journal: Journal,
@@ -195,6 +203,12 @@ impl Faults {
         self.lock().space = Some(bytes);
     }
 
+    /// Lets the disk be full from operation `k` on, counted from 0: writes and new names of files and folders fail from there
+    /// on, while what takes no space goes on.
+    pub fn full_from(&self, k: u64) {
+        self.lock().full_from = Some(k);
+    }
+
     /// Chances in a thousand that a request comes back short, with `EINTR`, or with `EAGAIN`.
     pub fn rates(&self, short: u32, interrupted: u32, again: u32) {
         self.lock().rates = [short.into(), interrupted.into(), again.into()];
@@ -211,8 +225,8 @@ impl Faults {
     }
 
     /// Leaves in the folders what a power cut at this point may leave, and switches the power on again: unflushed writes
-    /// are kept, dropped or torn at 512 bytes; of unflushed changes of a folder, a first part is kept. All handles of the
-    /// folders have to be dropped before.
+    /// are kept, dropped or torn at 512 bytes; of unflushed changes of a folder, a first part is kept, of each folder by
+    /// itself. All handles of the folders have to be dropped before.
     ///
     /// # Errors
     ///
@@ -233,23 +247,28 @@ impl Faults {
     /// Makes a change of a folder, or a flush, unless the power is off or goes.
     pub(crate) fn carry_out<T>(
         &self,
-        folder: &Path,
+        at: At<'_>,
         change: Change<'_>,
         act: impl FnOnce() -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let mut state = self.lock();
         let (verb, operation) = describe(&change);
-        let refused = |e: io::Error| StoreError::file(verb, folder, e);
+        let refused = |e: io::Error| StoreError::file(verb, at.path, e);
         state.count(operation).map_err(refused)?;
+        if matches!(change, Change::Create { .. } | Change::CreateDir { .. } | Change::Link { .. })
+            && state.full()
+        {
+            return Err(refused(Errno::NOSPC.into()));
+        }
         if matches!(change, Change::SyncData { .. } | Change::SyncDir) && state.sync_fails() {
             if let Change::SyncData { file } = change {
                 state.journal.lose(file).map_err(refused)?;
             }
             return Err(refused(Errno::IO.into()));
         }
-        let undo = state.journal.prepare(folder, change).map_err(refused)?;
+        let undo = state.journal.prepare(at, change).map_err(refused)?;
         let done = act()?;
-        state.journal.made(folder, change, undo).map_err(refused)?;
+        state.journal.made(at, change, undo).map_err(refused)?;
         Ok(done)
     }
 
@@ -269,6 +288,7 @@ impl State {
             scripted: HashMap::new(),
             rates: [0; 3],
             space: None,
+            full_from: None,
             reorder: false,
             most_in_flight: 0,
             journal: Journal::default(),
@@ -288,6 +308,11 @@ impl State {
 
     fn power(&self) -> io::Result<()> {
         if self.power_off { Err(io::Error::other("the power is off")) } else { Ok(()) }
+    }
+
+    /// Whether the operation counted last finds the disk full.
+    fn full(&self) -> bool {
+        self.full_from.is_some_and(|k| self.operations.len() as u64 > k)
     }
 
     fn sync_fails(&mut self) -> bool {
@@ -312,6 +337,9 @@ impl State {
         *nth += 1;
         if let Some(&fault) = self.scripted.get(&key) {
             return Ok(Some(fault));
+        }
+        if op == Op::Write && self.full() {
+            return Ok(Some(Fault::NoSpace));
         }
         if let (Op::Write, Some(space)) = (op, &mut self.space) {
             let fits = (*space).min(len as u64);
@@ -339,9 +367,11 @@ impl State {
 fn describe(change: &Change<'_>) -> (&'static str, Operation) {
     match *change {
         Change::Create { name } => ("create a file in", Operation::Create { name: name.into() }),
-        Change::Link { from, to } => ("link in", Operation::Link { from: from.into(), to: to.into() }),
+        Change::CreateDir { name } => ("make a folder in", Operation::CreateDir { name: name.into() }),
+        Change::Link { name } => ("link in", Operation::Link { name: name.into() }),
         Change::Rename { from, to } => ("rename in", Operation::Rename { from: from.into(), to: to.into() }),
         Change::Remove { name } => ("remove in", Operation::Remove { name: name.into() }),
+        Change::RemoveDir { name } => ("remove a folder in", Operation::RemoveDir { name: name.into() }),
         Change::SyncDir => ("flush", Operation::SyncDir),
         Change::SyncData { file } => {
             let name = file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();

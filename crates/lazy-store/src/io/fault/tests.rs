@@ -330,6 +330,100 @@ fn t5_t12_transfers_under_way_together_survive_short_late_and_interrupted_reques
     });
 }
 
+/// Makes a folder with a link and a file in it under a temporary name and moves it into place; each flush can be left out.
+fn publish(dir: &DurableDir, flush: [bool; 3]) -> Result<(), StoreError> {
+    let inside = dir.create_dir("new.tmp")?;
+    inside.link(&dir.path().join("slot"), "slot")?;
+    let marker = inside.create_file("marker", Bytes(4096))?;
+    let mut ones = AlignedBuf::zeroed(Bytes(4096))?;
+    ones.as_mut_slice().fill(1);
+    marker.write_at(0, ones).wait().1?;
+    if flush[0] {
+        marker.sync_data()?;
+    }
+    if flush[1] {
+        inside.sync()?;
+    }
+    dir.rename("new.tmp", "new")?;
+    if flush[2] { dir.sync() } else { Ok(()) }
+}
+
+/// Whether some power cut after `publish` leaves a folder in place that is not whole, or none at all where it said it was done.
+fn a_cut_shows(flush: [bool; 3]) -> bool {
+    let options = IoOptions { backend: BackendChoice::Posix, direct: DirectChoice::Off, depth: 1 };
+    (0..8).any(|k| {
+        (0..6).any(|seed| {
+            let (folder, faults) = (folder(), Faults::new(seed));
+            let dir = DurableDir::open_with_faults(folder.path(), &options, &faults).unwrap();
+            dir.create_file("slot", Bytes(4096)).unwrap();
+            dir.sync().unwrap();
+            faults.cut_at(2 + k);
+            let done = publish(&dir, flush).is_ok();
+            drop(dir);
+            faults.restart().unwrap();
+            assert!(folder.path().join("slot").exists());
+            let new = folder.path().join("new");
+            let whole = new.join("slot").exists()
+                && std::fs::read(new.join("marker")).is_ok_and(|marker| marker == [1; 4096]);
+            !whole && (done || new.exists())
+        })
+    })
+}
+
+#[test]
+fn o3_a_folder_moved_into_place_is_whole_after_any_cut_if_all_was_flushed_before() {
+    assert!(!a_cut_shows([true; 3]));
+    for left_out in 0..3 {
+        let mut flush = [true; 3];
+        flush[left_out] = false;
+        assert!(a_cut_shows(flush), "nobody would miss flush {left_out}");
+    }
+}
+
+#[test]
+fn removing_a_folder_is_undone_in_part_or_not_at_all() {
+    for (k, left) in [(0, 1..2), (1, 1..2), (2, 0..2), (3, 0..1)] {
+        for seed in 0..8 {
+            let (folder, faults) = (folder(), Faults::new(seed));
+            let dir = DurableDir::open_with_faults(folder.path(), &IoOptions::default(), &faults).unwrap();
+            let inside = dir.create_dir("old").unwrap();
+            inside.create_file("a", Bytes(4096)).unwrap();
+            inside.sync().unwrap();
+            dir.sync().unwrap();
+            faults.cut_at(4 + k);
+            let remove = || {
+                dir.rename("old", "old.tmp")?;
+                inside.remove("a")?;
+                dir.remove_dir("old.tmp")
+            };
+            assert_eq!(remove().is_ok(), k == 3);
+            drop((inside, dir));
+            faults.restart().unwrap();
+            let names = |name: &str| folder.path().join(name).join("a").exists();
+            let found = usize::from(names("old")) + usize::from(names("old.tmp"));
+            assert!(left.contains(&found), "cut at {k}, seed {seed}");
+            assert!(!folder.path().join(".stash").exists());
+        }
+    }
+}
+
+#[test]
+fn t3_a_full_disk_takes_no_new_names_and_no_writes_but_removes_and_flushes() {
+    let (folder, faults) = (folder(), Faults::new(0));
+    let dir = DurableDir::open_with_faults(folder.path(), &IoOptions::default(), &faults).unwrap();
+    let file = dir.create_file("a", Bytes(4096)).unwrap();
+    faults.full_from(2);
+    dir.sync().unwrap();
+    assert!(dir.create_file("b", Bytes(4096)).is_err());
+    assert!(dir.create_dir("c").is_err());
+    assert!(dir.link(&folder.path().join("a"), "d").is_err());
+    let written = file.write_at(0, AlignedBuf::zeroed(Bytes(4096)).unwrap()).wait().1;
+    assert!(matches!(written, Err(StoreError::NoSpace { .. })));
+    file.sync_data().unwrap();
+    dir.remove("a").unwrap();
+    assert_eq!(dir.list().unwrap(), Vec::<String>::new());
+}
+
 /// A store whose spill file goes through `faults`.
 fn spilling(dir: &std::path::Path, faults: &Faults) -> Store {
     let nvme = NvmeOptions::new(dir, Bytes::from_mib(16));
