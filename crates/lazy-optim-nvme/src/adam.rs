@@ -62,13 +62,6 @@ impl Rule {
         }
     }
 
-    /// Updates float32 weights and moments in place. All four slices have one length.
-    pub(crate) fn apply(&self, grad: &[f32], main: &mut [f32], avg: &mut [f32], sq: &mut [f32]) {
-        let (avg, sq) = (bytemuck::cast_slice_mut(avg), bytemuck::cast_slice_mut(sq));
-        let block = BlockMut { moments: Moments::F32, main, avg, sq };
-        update_block(self, block, 0..grad.len(), GradSlice::F32(grad), None);
-    }
-
     #[inline(always)]
     fn advance(&self, grad: &[f32], main: &mut [f32], avg: &mut [f32], sq: &mut [f32]) {
         let Rule { unscale, clip, shrink, l2, slope, beta2, mix2, step, correction, eps } = *self;
@@ -87,50 +80,73 @@ impl Rule {
     }
 }
 
-/// Gradients of a run of elements.
+/// A parameter's gradient, in RAM.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum GradSlice<'a> {
+pub enum Gradient<'a> {
     /// Float32.
     F32(&'a [f32]),
     /// Bits of bfloat16.
     Bf16(&'a [u16]),
 }
 
-impl<'a> GradSlice<'a> {
+impl<'a> Gradient<'a> {
+    /// Elements.
     pub(crate) fn len(&self) -> usize {
         match self {
-            GradSlice::F32(grad) => grad.len(),
-            GradSlice::Bf16(grad) => grad.len(),
+            Gradient::F32(grad) => grad.len(),
+            Gradient::Bf16(grad) => grad.len(),
         }
     }
 
     /// A part of them.
     #[inline(always)]
-    pub(crate) fn slice(self, range: Range<usize>) -> GradSlice<'a> {
+    pub(crate) fn slice(self, range: Range<usize>) -> Gradient<'a> {
         match self {
-            GradSlice::F32(grad) => GradSlice::F32(&grad[range]),
-            GradSlice::Bf16(grad) => GradSlice::Bf16(&grad[range]),
+            Gradient::F32(grad) => Gradient::F32(&grad[range]),
+            Gradient::Bf16(grad) => Gradient::Bf16(&grad[range]),
         }
     }
 }
 
-/// Where updated weights of a run of elements go.
+/// Where a parameter's updated weights go, in RAM.
 #[derive(Debug)]
-pub(crate) enum WeightsMut<'a> {
+pub enum WeightsOut<'a> {
     /// Float32.
     F32(&'a mut [f32]),
     /// Bits of bfloat16, rounded to the nearest.
     Bf16(&'a mut [u16]),
 }
 
-impl WeightsMut<'_> {
+impl<'a> WeightsOut<'a> {
+    /// Elements.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            WeightsOut::F32(weights) => weights.len(),
+            WeightsOut::Bf16(weights) => weights.len(),
+        }
+    }
+
+    /// Takes the first `n` elements away; gives them.
+    pub(crate) fn split_off(&mut self, n: usize) -> WeightsOut<'a> {
+        match self {
+            WeightsOut::F32(weights) => WeightsOut::F32(front(weights, n)),
+            WeightsOut::Bf16(weights) => WeightsOut::Bf16(front(weights, n)),
+        }
+    }
+
     #[inline(always)]
     fn write(&mut self, range: Range<usize>, main: &[f32]) {
         match self {
-            WeightsMut::F32(weights) => weights[range].copy_from_slice(main),
-            WeightsMut::Bf16(weights) => bf16::round_all(main, &mut weights[range]),
+            WeightsOut::F32(weights) => weights[range].copy_from_slice(main),
+            WeightsOut::Bf16(weights) => bf16::round_all(main, &mut weights[range]),
         }
     }
+}
+
+fn front<'a, T>(rest: &mut &'a mut [T], n: usize) -> &'a mut [T] {
+    let (front, back) = std::mem::take(rest).split_at_mut(n);
+    *rest = back;
+    front
 }
 
 /// One block of the state: at most [`BLOCK`](crate::slot::BLOCK) elements of main weights, and the sections' bytes of
@@ -150,8 +166,8 @@ pub(crate) fn update_block(
     rule: &Rule,
     block: BlockMut<'_>,
     range: Range<usize>,
-    grad: GradSlice<'_>,
-    weights: Option<WeightsMut<'_>>,
+    grad: Gradient<'_>,
+    weights: Option<WeightsOut<'_>>,
 ) {
     InstructionSet::best().run(Update { rule, block, range, grad, weights });
 }
@@ -164,8 +180,8 @@ struct Update<'a> {
     rule: &'a Rule,
     block: BlockMut<'a>,
     range: Range<usize>,
-    grad: GradSlice<'a>,
-    weights: Option<WeightsMut<'a>>,
+    grad: Gradient<'a>,
+    weights: Option<WeightsOut<'a>>,
 }
 
 impl Compiled for Update<'_> {
@@ -179,8 +195,8 @@ impl Compiled for Update<'_> {
             let given = tile.start - range.start..tile.end - range.start;
             let n = tile.len();
             let grad = match grad.slice(given.clone()) {
-                GradSlice::F32(grad) => grad,
-                GradSlice::Bf16(grad) => {
+                Gradient::F32(grad) => grad,
+                Gradient::Bf16(grad) => {
                     bf16::widen_all(grad, &mut wide[..n]);
                     &wide[..n]
                 }

@@ -10,8 +10,9 @@ use lazy_store::durable::{DurableDir, DurableFile};
 
 use crate::files::{LAYOUT_FILE, RECORD_FILE, open_dir, write_bytes};
 use crate::layout::{Layout, StoreId, layout_file_bytes};
+use crate::moments::Moment;
 use crate::record::{self, Committed, Record};
-use crate::ring::{Chunk, Log, Pass, Ring};
+use crate::ring::{Chunk, Log, Pass, Ring, Sections};
 use crate::slot::{self, BLOCK, BlockSums, Identity, SECTIONS, SlotHead, SlotShape};
 use crate::state::Bucket;
 use crate::{AdamOptions, NvmeAdam, OptimError, ParamSpec};
@@ -38,7 +39,7 @@ impl NvmeAdam {
         init: &mut dyn FnMut(usize, usize, &mut [f32]),
     ) -> Result<Self, OptimError> {
         let layout = Layout::new(params, options.bucket_elements)?;
-        let mut ring = Ring::new(options)?;
+        let mut ring = Ring::new(&layout, options)?;
         if dir.exists(LAYOUT_FILE)? || dir.exists(RECORD_FILE)? {
             return Err(OptimError::AlreadyExists { dir: dir.path().to_path_buf() });
         }
@@ -84,8 +85,7 @@ fn seal(
     write_bytes(&layout_file, 0, &layout_bytes)?;
     let record_file = make(RECORD_FILE, record::page_bytes(layout) * 2)?;
     let mut buckets = Vec::with_capacity(layout.bucket_count());
-    for (index, elements) in layout.buckets().map(|b| b.len()).enumerate() {
-        let bytes = SlotShape { elements }.file_bytes();
+    for (index, bytes) in layout.slots().map(SlotShape::file_bytes).enumerate() {
         let files = [make(&slot::file_name(index, 0), bytes)?, make(&slot::file_name(index, 1), bytes)?];
         buckets.push(Bucket { files, live: 0, generation: 0, table: Vec::new() });
     }
@@ -97,7 +97,7 @@ fn seal(
     let mut committed = Vec::with_capacity(buckets.len());
     for ((index, bucket), table) in buckets.iter_mut().enumerate().zip(tables) {
         let identity = Identity { id, bucket: index, generation: 0 };
-        let head = SlotHead { identity, slot: 0, elements: layout.bucket(index).len(), table };
+        let head = SlotHead { identity, slot: 0, shape: layout.slot(index), table };
         let (bytes, head_crc) = head.encode();
         write_bytes(&bucket.files[0], 0, &bytes)?;
         committed.push(Committed { slot: 0, generation: 0, head_crc });
@@ -133,20 +133,23 @@ impl Pass for SealMains<'_> {
         &self.buckets[bucket].files[0]
     }
 
-    fn work(&mut self, chunk: Chunk, sections: [&mut [f32]; 3]) -> Result<(), OptimError> {
+    fn work(&mut self, chunk: Chunk, sections: Sections<'_>) -> Result<(), OptimError> {
         let [main, avg, sq] = sections;
         let start = self.layout.bucket(chunk.bucket).start + chunk.first;
-        main.fill(0.0);
+        let weights: &mut [f32] = bytemuck::cast_slice_mut(main);
+        weights.fill(0.0);
         for segment in self.layout.segments(start..start + chunk.len) {
-            (self.init)(segment.param, segment.first, &mut main[segment.local]);
+            (self.init)(segment.param, segment.first, &mut weights[segment.local]);
         }
-        avg.fill(0.0);
-        sq.fill(0.0);
+        let slot = self.layout.slot(chunk.bucket);
+        for (moment, section) in [(Moment::First, &mut *avg), (Moment::Second, &mut *sq)] {
+            let blocks = section.chunks_mut(slot.moments.block_bytes());
+            blocks.for_each(|block| slot.moments.fill_zero(moment, block));
+        }
         let identity = Identity { id: self.id, bucket: chunk.bucket, generation: 0 };
-        let blocks = main.chunks(BLOCK).zip(avg.chunks(BLOCK)).zip(sq.chunks(BLOCK)).enumerate();
-        self.tables[chunk.bucket].extend(
-            blocks.map(|(i, ((main, avg), sq))| identity.sums(chunk.first / BLOCK + i, [main, avg, sq])),
-        );
+        let blocks = slot.blocks_of([&*main, &*avg, &*sq]).enumerate();
+        self.tables[chunk.bucket]
+            .extend(blocks.map(|(i, sections)| identity.sums(chunk.first / BLOCK + i, sections)));
         Ok(())
     }
 }

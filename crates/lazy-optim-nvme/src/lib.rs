@@ -12,7 +12,7 @@
 //! **The same bits, however it is cut.** Neither bucket, chunk, ring depth nor thread count changes a result.
 //!
 //! ```
-//! use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
+//! use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, ParamSpec, StepInput};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let scratch = tempfile::tempdir()?;
@@ -27,7 +27,7 @@
 //!     let grad = [2.0 * (w[0] - 3.0)];
 //!     let blob = step.to_le_bytes();
 //!     let input = StepInput { groups: &groups, max_norm: Some(1.0), blob: &blob, ..StepInput::default() };
-//!     adam.step(&[Some(&grad)], &input, &mut |_param, first, values| {
+//!     adam.step(&[Some(Gradient::F32(&grad))], &input, &mut |_param, first, values| {
 //!         w[first..first + values.len()].copy_from_slice(values);
 //!     })?;
 //! }
@@ -49,19 +49,16 @@
 //! Memory besides the ring: twelve bytes of checksums for every 16,384 elements, and the caller's gradients. Each bucket
 //! keeps two files open. The formats are in `docs/formats.md`.
 
-#[allow(dead_code, reason = "steps use float32 alone so far")]
 mod adam;
 mod bf16;
 mod create;
 mod error;
 mod files;
 mod layout;
-#[allow(dead_code, reason = "steps use float32 alone so far")]
 mod moments;
 mod norm;
 mod open;
 mod options;
-#[allow(dead_code, reason = "steps use float32 alone so far")]
 mod quant;
 mod record;
 mod ring;
@@ -87,11 +84,15 @@ mod common;
 #[cfg(target_endian = "big")]
 compile_error!("slot files are little-endian images of memory; a big-endian build would need to swap bytes");
 
+pub use adam::{Gradient, WeightsOut};
 pub use error::OptimError;
 pub use lazy_store::durable::IoOptions;
 pub use lazy_store::{Bytes, NvmeMode, Seconds, Span};
 pub use moments::Moments;
-pub use options::{AdamOptions, GroupOptions, ParamSpec, StatePart, StepInput, StepOutcome, StepSeconds};
+pub use norm::{NormPart, combine_norm};
+pub use options::{
+    AdamOptions, GroupOptions, ParamSpec, Part, Shard, StatePart, StepInput, StepOutcome, StepSeconds,
+};
 pub use state::NvmeAdam;
 
 /// Largest blob a step may commit, in bytes.

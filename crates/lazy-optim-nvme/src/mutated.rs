@@ -5,8 +5,8 @@ use proptest::prelude::*;
 
 use crate::layout::Layout;
 use crate::record::{Committed, Record};
-use crate::slot::{Identity, SlotHead};
-use crate::{GroupOptions, ParamSpec};
+use crate::slot::{Identity, SlotHead, SlotShape};
+use crate::{GroupOptions, Moments, ParamSpec};
 
 /// Bytes put in the place of others, at a share of the length in 65536ths; a cut, or a longer end.
 #[derive(Clone, Debug)]
@@ -40,11 +40,11 @@ fn changed(mut bytes: Vec<u8>, changes: &[Change]) -> Vec<u8> {
 }
 
 /// The same with the length field and the checksum made to fit, as the format page describes them.
-fn resealed(mut bytes: Vec<u8>, magic: &[u8]) -> Vec<u8> {
+fn resealed(mut bytes: Vec<u8>, [magic, version]: [&[u8]; 2]) -> Vec<u8> {
     bytes.resize(bytes.len().max(20), 0);
     let end = bytes.len() - 4;
     bytes[..8].copy_from_slice(magic);
-    bytes[8..12].copy_from_slice(&1u32.to_le_bytes());
+    bytes[8..12].copy_from_slice(version);
     bytes[12..16].copy_from_slice(&(end as u32 + 4).to_le_bytes());
     let crc = crc32c::crc32c(&bytes[..end]);
     bytes[end..].copy_from_slice(&crc.to_le_bytes());
@@ -63,7 +63,7 @@ fn check<T>(
         // What follows an envelope is not its.
         prop_assert!(bytes.starts_with(good) && encode(&read) == good);
     }
-    let bytes = resealed(bytes, &good[..8]);
+    let bytes = resealed(bytes, [&good[..8], &good[8..12]]);
     if let Some(read) = decode(&bytes) {
         prop_assert_eq!(encode(&read).len(), bytes.len());
         prop_assert!(decode(&encode(&read)).is_some());
@@ -93,7 +93,14 @@ proptest! {
         shapes in prop::collection::vec(prop::collection::vec(0..9usize, 0..4), 1..5),
         changes in prop::collection::vec(change(), 0..3),
     ) {
-        let named = |(i, shape): (usize, &Vec<usize>)| ParamSpec::new(format!("p{i}"), shape).in_group(i % 2);
+        let named = |(i, shape): (usize, &Vec<usize>)| {
+            let whole = ParamSpec::new(format!("p{i}"), shape).in_group(i % 2).with_moments(Moments::ALL[i % 3]);
+            match i {
+                0 => whole,
+                1 => whole.range(0, 0),
+                _ => whole.boxed(&vec![0; shape.len()], shape),
+            }
+        };
         let params: Vec<_> = shapes.iter().enumerate().map(named).collect();
         // A layout of no elements at all is refused when it is made.
         let Ok(layout) = Layout::new(&params, 70) else { return Ok(()) };
@@ -109,7 +116,8 @@ proptest! {
     ) {
         let identity = Identity { id: [3; 16], bucket: 4, generation: 77 };
         let table = vec![[1, 2, 3]; elements.div_ceil(crate::slot::BLOCK)];
-        let good = SlotHead { identity, slot: 1, elements, table }.encode().0;
+        let shape = SlotShape { elements, moments: Moments::Bf16 };
+        let good = SlotHead { identity, slot: 1, shape, table }.encode().0;
         check(&good, &changes, |bytes| SlotHead::decode(bytes).ok(), |(head, _)| head.encode().0)?;
     }
 }

@@ -31,7 +31,7 @@ impl NvmeAdam {
         options: &AdamOptions,
     ) -> Result<Self, OptimError> {
         let asked = Layout::new(params, options.bucket_elements)?;
-        let ring = Ring::new(options)?;
+        let ring = Ring::new(&asked, options)?;
         let folder = || dir.path().to_path_buf();
         if !dir.exists(LAYOUT_FILE)? {
             return Err(OptimError::NoStore { dir: folder() });
@@ -57,8 +57,7 @@ impl NvmeAdam {
         }
         let mut buckets = Vec::with_capacity(record.buckets.len());
         for (index, committed) in record.buckets.iter().enumerate() {
-            let shape = SlotShape { elements: layout.bucket(index).len() };
-            buckets.push(open_bucket(&dir, &id, index, shape, committed)?);
+            buckets.push(open_bucket(&dir, &id, index, layout.slot(index), committed)?);
         }
         let (confirmed, latch) = (false, None);
         Ok(NvmeAdam { dir, id, layout, ring, buckets, record_file, page, record, confirmed, latch })
@@ -122,7 +121,8 @@ fn open_bucket(
         ("bucket", index.to_string(), head.identity.bucket.to_string()),
         ("slot", live.to_string(), head.slot.to_string()),
         ("generation", generation.to_string(), head.identity.generation.to_string()),
-        ("element count", shape.elements.to_string(), head.elements.to_string()),
+        ("element count", shape.elements.to_string(), head.shape.elements.to_string()),
+        ("format", format!("{:?}", shape.moments), format!("{:?}", head.shape.moments)),
         ("checksum", format!("{head_crc:08x}"), format!("{crc:08x}")),
     ];
     for (field, wanted, found) in checks {

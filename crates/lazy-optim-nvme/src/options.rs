@@ -6,27 +6,77 @@ use lazy_model::{Bytes, Seconds, Span};
 
 use lazy_store::durable::IoOptions;
 
-/// One parameter, in the caller's order. The order, names, shapes and groups are the layout of the store.
+use crate::moments::Moments;
+
+/// One parameter, or this store's part of one, in the caller's order. The list of them is the layout of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParamSpec {
     /// Unique name.
     pub name: String,
-    /// Dimensions; the element count is their product (1 for an empty list).
+    /// Dimensions of what is held here; the element count is their product (1 for an empty list).
     pub shape: Vec<usize>,
     /// Index into [`StepInput::groups`].
     pub group: usize,
+    /// How its moments are kept.
+    pub moments: Moments,
+    /// Which part of a larger parameter is held here; `None`: all of it.
+    pub shard: Option<Shard>,
 }
 
 impl ParamSpec {
-    /// A parameter of group 0.
+    /// A whole parameter of group 0 with float32 moments.
     pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
-        ParamSpec { name: name.into(), shape: shape.to_vec(), group: 0 }
+        let (name, shape) = (name.into(), shape.to_vec());
+        ParamSpec { name, shape, group: 0, moments: Moments::F32, shard: None }
     }
 
     /// The same parameter in another group.
     pub fn in_group(self, group: usize) -> Self {
         ParamSpec { group, ..self }
     }
+
+    /// The same parameter with moments in another format.
+    pub fn with_moments(self, moments: Moments) -> Self {
+        ParamSpec { moments, ..self }
+    }
+
+    /// The `elements` from `first` on of this whole parameter, flattened: the shard of a rank that holds a run of it.
+    ///
+    /// Shards cut at multiples of 65,536 elements give the same bits for any number of shards.
+    pub fn range(self, first: usize, elements: usize) -> Self {
+        let shard = Some(Shard { global_shape: self.shape, part: Part::Range { first } });
+        ParamSpec { shape: vec![elements], shard, ..self }
+    }
+
+    /// The box of `shape` at `offsets` of this whole parameter: the shard of a rank that holds some of its rows or columns.
+    pub fn boxed(self, offsets: &[usize], shape: &[usize]) -> Self {
+        let shard = Some(Shard { global_shape: self.shape, part: Part::Box { offsets: offsets.to_vec() } });
+        ParamSpec { shape: shape.to_vec(), shard, ..self }
+    }
+}
+
+/// A part of a larger parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// Dimensions of the whole parameter.
+    pub global_shape: Vec<usize>,
+    /// What is held of it.
+    pub part: Part,
+}
+
+/// Which elements of a parameter a shard holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// A run of the flattened parameter from `first` on. [`ParamSpec::shape`] is its length.
+    Range {
+        /// Index of its first element.
+        first: usize,
+    },
+    /// A box of [`ParamSpec::shape`].
+    Box {
+        /// Index of its first element in every dimension.
+        offsets: Vec<usize>,
+    },
 }
 
 /// Hyper-parameters of one group, re-read every step, so that a schedule is the caller's own arithmetic.
@@ -64,10 +114,11 @@ impl Default for GroupOptions {
 /// How the state is cut and streamed.
 #[derive(Clone, Debug)]
 pub struct AdamOptions {
-    /// Elements in a bucket, the unit of the two slots; fixed when the store is made. Default 200 million.
+    /// Elements in a bucket, the unit of the two slots; fixed when the store is made. A bucket holds moments of one format; with
+    /// 8-bit ones it is rounded up to a multiple of 256. Default 200 million.
     pub bucket_elements: usize,
-    /// Bytes of one section (main, first or second moment) of a chunk, the unit of the pipeline, rounded up to
-    /// whole checksum blocks of 64 KiB. May differ from one opening to the next. Default 16 MiB.
+    /// Bytes of the main weights of a chunk, the unit of the pipeline, rounded up to whole checksum blocks of 64 KiB, with
+    /// 8-bit moments to whole MiB. May differ from one opening to the next. Default 16 MiB.
     pub chunk_bytes: Bytes,
     /// Chunks in the ring. 1 does one thing at a time; from 3 on reads, arithmetic and writes all overlap.
     /// Default 3.
@@ -92,6 +143,8 @@ impl Default for AdamOptions {
 pub struct StepInput<'a> {
     /// Hyper-parameters by group index.
     pub groups: &'a [GroupOptions],
+    /// The gradients' norm over all ranks, from [`combine_norm`](crate::combine_norm); `None`: that of the gradients given.
+    pub grad_norm: Option<f64>,
     /// Clip the global norm to this; `None` leaves the gradients alone. Must be finite and above 0.
     pub max_norm: Option<f64>,
     /// Gradients are divided by it first (loss scale, accumulation count). Must be finite and above 0.
@@ -105,7 +158,7 @@ pub struct StepInput<'a> {
 
 impl Default for StepInput<'_> {
     fn default() -> Self {
-        StepInput { groups: &[], max_norm: None, scale: 1.0, blob: &[], origin: None }
+        StepInput { groups: &[], grad_norm: None, max_norm: None, scale: 1.0, blob: &[], origin: None }
     }
 }
 

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use lazy_model::{Bytes, Lane, Seconds, Span};
 
-use crate::layout::{Layout, PAGE};
-use crate::slot::{BLOCK, SECTIONS, SlotShape};
-use crate::{AdamOptions, OptimError};
+use crate::layout::Layout;
+use crate::slot::{BLOCK, SECTIONS};
+use crate::{AdamOptions, Moments, OptimError};
 use lazy_store::StoreError;
 use lazy_store::durable::{AlignedBuf, DurableFile, Pending};
 
@@ -25,6 +25,9 @@ pub(crate) struct Chunk {
     pub(crate) len: usize,
 }
 
+/// Main weights, first and second moments, in their formats.
+pub(crate) type Sections<'a> = [&'a mut [u8]; 3];
+
 /// What a trip through the ring does to each chunk.
 pub(crate) trait Pass {
     /// Sections read, from `main` on.
@@ -38,8 +41,8 @@ pub(crate) trait Pass {
     fn source(&self, bucket: usize) -> &DurableFile;
     /// The slot a bucket is written to.
     fn target(&self, bucket: usize) -> &DurableFile;
-    /// Works on a chunk's three sections, each of `chunk.len` elements; sections not read hold anything.
-    fn work(&mut self, chunk: Chunk, sections: [&mut [f32]; 3]) -> Result<(), OptimError>;
+    /// Works on a chunk's three sections, the bytes of `chunk.len` elements each; sections not read hold anything.
+    fn work(&mut self, chunk: Chunk, sections: Sections<'_>) -> Result<(), OptimError>;
 }
 
 /// The account of one or more trips.
@@ -94,13 +97,43 @@ impl Flight {
 /// The buffers, reused by every trip.
 pub(crate) struct Ring {
     free: Vec<Buffers>,
-    chunk_elements: usize,
+    /// Bytes of each buffer of a set.
+    lengths: [usize; 3],
+    cut: Cut,
     /// Chunks read ahead of the one being worked on.
     ahead: usize,
 }
 
+/// How buckets are cut into chunks.
+#[derive(Clone, Copy)]
+struct Cut {
+    /// Whole checksum blocks, no more than a bucket needs.
+    elements: usize,
+}
+
+impl Cut {
+    fn new(options: &AdamOptions) -> Self {
+        let asked = usize::try_from(options.chunk_bytes.0 / 4).unwrap_or(usize::MAX);
+        Cut { elements: asked.min(options.bucket_elements).div_ceil(BLOCK).max(1) * BLOCK }
+    }
+
+    /// Elements of the chunks of a bucket.
+    fn chunk(self, moments: Moments) -> usize {
+        self.elements.next_multiple_of(moments.blocks_in_pages() * BLOCK)
+    }
+
+    /// Bytes of the buffers that hold a chunk of any bucket, by section.
+    fn buffers(self, layout: &Layout) -> [Bytes; 3] {
+        [0, 1, 2].map(|section| {
+            let longest =
+                layout.slots().map(|slot| slot.padded(section, self.chunk(slot.moments).min(slot.elements)));
+            longest.max().unwrap_or(Bytes::ZERO)
+        })
+    }
+}
+
 impl Ring {
-    pub(crate) fn new(options: &AdamOptions) -> Result<Self, OptimError> {
+    pub(crate) fn new(layout: &Layout, options: &AdamOptions) -> Result<Self, OptimError> {
         if options.depth == 0 {
             return Err(OptimError::Option { what: "depth is 0; give at least 1".into() });
         }
@@ -108,12 +141,12 @@ impl Ring {
             let (asked, most) = (options.chunk_bytes, Bytes(MAX_TRANSFER));
             return Err(OptimError::Option { what: format!("chunk_bytes is {asked}; give at most {most}") });
         }
-        let chunk_elements = chunk_elements(options);
-        let set =
-            || (0..SECTIONS.len()).map(|_| AlignedBuf::zeroed(Bytes(chunk_elements as u64 * 4))).collect();
+        let cut = Cut::new(options);
+        let bytes = cut.buffers(layout);
+        let set = || bytes.map(AlignedBuf::zeroed).into_iter().collect();
         let free = (0..options.depth).map(|_| set()).collect::<Result<_, _>>()?;
         // Half of what the chunk under work leaves goes to reads, the rest to writes.
-        Ok(Ring { free, chunk_elements, ahead: options.depth / 2 })
+        Ok(Ring { free, lengths: bytes.map(|b| b.0 as usize), cut, ahead: options.depth / 2 })
     }
 
     /// The chunks of the given buckets, in order.
@@ -122,12 +155,14 @@ impl Ring {
         layout: &'a Layout,
         buckets: &'a [usize],
     ) -> impl Iterator<Item = Chunk> + use<'a> {
-        let step = self.chunk_elements;
+        let cut = self.cut;
         buckets.iter().flat_map(move |&bucket| {
-            let elements = layout.bucket(bucket).len();
-            (0..elements.div_ceil(step)).map(move |index| {
-                let first = index * step;
-                Chunk { bucket, first, len: step.min(elements - first) }
+            let slot = layout.slot(bucket);
+            let step = cut.chunk(slot.moments);
+            (0..slot.elements).step_by(step).map(move |first| Chunk {
+                bucket,
+                first,
+                len: step.min(slot.elements - first),
             })
         })
     }
@@ -152,9 +187,9 @@ impl Ring {
 
     /// Takes buffers back, unless their transfer lost one.
     fn give_back(&mut self, mut buffers: Buffers) {
-        let length = self.chunk_elements * 4;
-        buffers.iter_mut().for_each(|buffer| buffer.set_len(length));
-        if buffers.iter().all(|buffer| buffer.len() == length) {
+        let lengths = self.lengths;
+        buffers.iter_mut().zip(lengths).for_each(|(buffer, length)| buffer.set_len(length));
+        if buffers.iter().zip(lengths).all(|(buffer, length)| buffer.len() == length) {
             self.free.push(buffers);
         }
     }
@@ -218,11 +253,12 @@ impl<P: Pass> Trip<'_, P> {
         sections: usize,
         start: impl Fn(&P, u64, AlignedBuf) -> Pending,
     ) -> Flight {
-        let shape = SlotShape { elements: self.layout.bucket(chunk.bucket).len() };
+        let shape = self.layout.slot(chunk.bucket);
         let resting = buffers.split_off(sections);
-        let length = transfer_bytes(chunk.len);
-        let bytes = length * sections as u64;
+        let mut bytes = Bytes::ZERO;
         let moving = buffers.into_iter().enumerate().map(|(section, mut buffer)| {
+            let length = shape.padded(section, chunk.len);
+            bytes += length;
             buffer.set_len(length.0 as usize);
             start(self.pass, shape.offset(section, chunk.first), buffer)
         });
@@ -253,13 +289,19 @@ impl<P: Pass> Trip<'_, P> {
 
     fn work(&mut self, chunk: Chunk, mut buffers: Buffers) -> Result<(), OptimError> {
         let started = Instant::now();
-        for buffer in &mut buffers {
-            buffer.set_len(transfer_bytes(chunk.len).0 as usize);
-            buffer.as_mut_f32()[chunk.len..].fill(0.0);
+        let shape = self.layout.slot(chunk.bucket);
+        for (section, buffer) in buffers.iter_mut().enumerate() {
+            buffer.set_len(shape.padded(section, chunk.len).0 as usize);
+            buffer.as_mut_slice()[shape.bytes(section, chunk.len)..].fill(0);
         }
         let result = match buffers.as_mut_slice() {
             [main, avg, sq] => {
-                let sections = [main, avg, sq].map(|buffer| &mut buffer.as_mut_f32()[..chunk.len]);
+                let [m, a, q] = [0, 1, 2].map(|section| shape.bytes(section, chunk.len));
+                let sections = [
+                    &mut main.as_mut_slice()[..m],
+                    &mut avg.as_mut_slice()[..a],
+                    &mut sq.as_mut_slice()[..q],
+                ];
                 self.pass.work(chunk, sections)
             }
             _ => Ok(()),
@@ -282,18 +324,7 @@ impl<P: Pass> Trip<'_, P> {
     }
 }
 
-/// Elements of a chunk: whole checksum blocks, no more than a bucket needs.
-fn chunk_elements(options: &AdamOptions) -> usize {
-    let asked = usize::try_from(options.chunk_bytes.0 / 4).unwrap_or(usize::MAX);
-    asked.min(options.bucket_elements).div_ceil(BLOCK).max(1) * BLOCK
-}
-
 /// Memory of the ring that these options ask for.
-pub(crate) fn ring_bytes(options: &AdamOptions) -> Bytes {
-    Bytes(chunk_elements(options) as u64) * 4 * SECTIONS.len() as u64 * options.depth as u64
-}
-
-/// Bytes moved for `elements` of one section: the padding of the last page included, which is zero on disk.
-fn transfer_bytes(elements: usize) -> Bytes {
-    Bytes(elements as u64 * 4).align_up(PAGE)
+pub(crate) fn ring_bytes(layout: &Layout, options: &AdamOptions) -> Bytes {
+    Cut::new(options).buffers(layout).into_iter().sum::<Bytes>() * options.depth as u64
 }

@@ -7,9 +7,10 @@ use lazy_store::NvmeMode;
 use lazy_store::durable::{DurableDir, DurableFile};
 
 use crate::files::{flush_all, put_bytes, write_bytes};
-use crate::layout::{Layout, StoreId, layout_file_bytes};
+use crate::layout::{Layout, Segment, StoreId, layout_file_bytes};
+use crate::moments::Moment;
 use crate::record::{self, Record};
-use crate::ring::{self, Chunk, Log, Pass, Ring};
+use crate::ring::{self, Chunk, Log, Pass, Ring, Sections};
 use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotHead, SlotShape};
 use crate::{AdamOptions, OptimError, ParamSpec, StatePart};
 
@@ -76,7 +77,7 @@ impl NvmeAdam {
         let all: Vec<usize> = (0..self.buckets.len()).collect();
         let chunks = self.ring.chunks(&self.layout, &all);
         let (layout, buckets, id) = (&self.layout, &self.buckets, self.id);
-        let mut pass = ReadState::<READS> { layout, buckets, id, state };
+        let mut pass = ReadState::<READS> { layout, buckets, id, state, moments: Default::default() };
         self.ring.run(&self.layout, chunks, &mut pass, &mut Log::new(Instant::now()))?;
         self.latch = None;
         Ok(())
@@ -110,14 +111,14 @@ impl NvmeAdam {
     /// Size of all files of a store: two slots of 12 bytes an element, padding, checksums and the records.
     pub fn bytes_on_disk(params: &[ParamSpec], options: &AdamOptions) -> Result<Bytes, OptimError> {
         let layout = Layout::new(params, options.bucket_elements)?;
-        let slots: Bytes = layout.buckets().map(|b| SlotShape { elements: b.len() }.file_bytes() * 2).sum();
+        let slots: Bytes = layout.slots().map(|slot| slot.file_bytes() * 2).sum();
         let file = layout_file_bytes(layout.encode(&[0; 16]).0.len());
         Ok(slots + file + record::page_bytes(&layout) * 2)
     }
 
     /// Memory of the chunk ring: depth x three sections of a chunk, whatever the size of the model.
-    pub fn ring_bytes(options: &AdamOptions) -> Bytes {
-        ring::ring_bytes(options)
+    pub fn ring_bytes(params: &[ParamSpec], options: &AdamOptions) -> Result<Bytes, OptimError> {
+        Ok(ring::ring_bytes(&Layout::new(params, options.bucket_elements)?, options))
     }
 
     /// Refuses to go on after an earlier failure that `blocks`.
@@ -158,8 +159,8 @@ impl NvmeAdam {
             let bucket = &self.buckets[*index];
             let slot = 1 - bucket.live;
             let identity = Identity { id: self.id, bucket: *index, generation };
-            let elements = self.layout.bucket(*index).len();
-            let head = SlotHead { identity, slot, elements, table: table.clone() };
+            let shape = self.layout.slot(*index);
+            let head = SlotHead { identity, slot, shape, table: table.clone() };
             let (bytes, crc) = head.encode();
             put_bytes(&bucket.files[slot], 0, &bytes)?;
             crcs.push(crc);
@@ -189,6 +190,8 @@ struct ReadState<'a, const READS: usize> {
     buckets: &'a [Bucket],
     id: StoreId,
     state: &'a mut dyn FnMut(StatePart<'_>),
+    /// A block's moments as float32.
+    moments: [Vec<f32>; 2],
 }
 
 impl<const N: usize> Pass for ReadState<'_, N> {
@@ -205,22 +208,47 @@ impl<const N: usize> Pass for ReadState<'_, N> {
         self.source(bucket)
     }
 
-    fn work(&mut self, chunk: Chunk, sections: [&mut [f32]; 3]) -> Result<(), OptimError> {
+    fn work(&mut self, chunk: Chunk, sections: Sections<'_>) -> Result<(), OptimError> {
+        let slot = self.layout.slot(chunk.bucket);
+        for (i, sections) in slot.blocks_of(sections.map(|s| &*s)).enumerate() {
+            self.block(chunk, slot, i, sections)?;
+        }
+        Ok(())
+    }
+}
+
+impl<const N: usize> ReadState<'_, N> {
+    /// Checks a block of a chunk and hands out what it holds.
+    fn block(
+        &mut self,
+        chunk: Chunk,
+        slot: SlotShape,
+        i: usize,
+        sections: [&[u8]; 3],
+    ) -> Result<(), OptimError> {
         let bucket = &self.buckets[chunk.bucket];
         let identity = Identity { id: self.id, bucket: chunk.bucket, generation: bucket.generation };
+        let block = chunk.first / BLOCK + i;
         for (section, data) in sections.iter().enumerate().take(N) {
-            for (i, data) in data.chunks(BLOCK).enumerate() {
-                let block = chunk.first / BLOCK + i;
-                if identity.sum(block, section, bytemuck::cast_slice(data)) != bucket.table[block][section] {
-                    return Err(bad_block(self.layout, bucket, chunk.bucket, block, section));
-                }
+            if identity.sum(block, section, data) != bucket.table[block][section] {
+                return Err(bad_block(self.layout, bucket, chunk.bucket, block, section));
             }
         }
-        let start = self.layout.bucket(chunk.bucket).start + chunk.first;
-        for segment in self.layout.segments(start..start + chunk.len) {
-            let part = |s: usize| if s < N { &sections[s][segment.local.clone()] } else { &[] };
-            let [main, exp_avg, exp_avg_sq] = [part(0), part(1), part(2)];
-            (self.state)(StatePart { param: segment.param, first: segment.first, main, exp_avg, exp_avg_sq });
+        let main: &[f32] = bytemuck::cast_slice(sections[0]);
+        if N > 1 {
+            for (moment, (values, bytes)) in
+                [Moment::First, Moment::Second].into_iter().zip(self.moments.iter_mut().zip(&sections[1..]))
+            {
+                values.resize(main.len(), 0.0);
+                slot.moments.decode(moment, bytes, 0..main.len(), values);
+            }
+        }
+        let [avg, sq] = &self.moments;
+        let start = self.layout.bucket(chunk.bucket).start + block * BLOCK;
+        for Segment { param, first, local } in self.layout.segments(start..start + main.len()) {
+            let moments = if N > 1 { local.clone() } else { 0..0 };
+            let (main, exp_avg, exp_avg_sq) = (&main[local], &avg[moments.clone()], &sq[moments]);
+            (self.state)(StatePart { param, first, main, exp_avg, exp_avg_sq });
         }
         Ok(())
     }

@@ -5,12 +5,12 @@ use std::time::Instant;
 use lazy_model::{Bytes, Lane, Seconds};
 use rayon::prelude::*;
 
-use crate::adam::Rule;
-use crate::layout::{Layout, PAGE, StoreId};
-use crate::norm;
+use crate::adam::{BlockMut, Gradient, Rule, WeightsOut, update_block};
+use crate::layout::{Layout, Segment, StoreId};
+use crate::norm::{self, NormPart};
 use crate::record::{Committed, Record};
-use crate::ring::{Chunk, Log, Pass};
-use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotShape};
+use crate::ring::{Chunk, Log, Pass, Sections};
+use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS};
 use crate::state::{Bucket, Latch, bad_block};
 use crate::{GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
 use lazy_store::durable::DurableFile;
@@ -18,24 +18,61 @@ use lazy_store::durable::DurableFile;
 impl NvmeAdam {
     /// One optimizer step.
     ///
-    /// `grads` holds one entry a parameter, in order, float32; `None` means no gradient this step: the parameter, its
-    /// moments and its counter stay as they are. `weights(param, first, values)` receives the updated main weights
-    /// as chunks are finished, in parameter order, for parameters with a gradient.
+    /// `grads` holds one entry a parameter, in order; `None` means no gradient this step: the parameter, its moments and its
+    /// counter stay as they are. `weights(param, first, values)` receives the updated main weights as chunks are finished, a
+    /// parameter's in order, for parameters with a gradient.
     ///
     /// The weights are handed out before the commit. If the step fails after that, the state on disk is the old one
     /// and the caller's copies may be newer: rebuild them with [`read_weights`](NvmeAdam::read_weights), which also
     /// clears the way for the next step; until then further steps are refused.
     pub fn step(
         &mut self,
-        grads: &[Option<&[f32]>],
+        grads: &[Option<Gradient<'_>>],
         input: &StepInput<'_>,
         weights: &mut dyn FnMut(usize, usize, &[f32]),
+    ) -> Result<StepOutcome, OptimError> {
+        self.run(grads, input, Out::Each(weights))
+    }
+
+    /// [`step`](NvmeAdam::step), whose updated weights are written into `weights`, one entry a parameter, by all threads while
+    /// the state is in their caches; as bfloat16 they are rounded to the nearest. `None` takes none.
+    pub fn step_into(
+        &mut self,
+        grads: &[Option<Gradient<'_>>],
+        input: &StepInput<'_>,
+        weights: Vec<Option<WeightsOut<'_>>>,
+    ) -> Result<StepOutcome, OptimError> {
+        self.check_out(&weights)?;
+        self.run(grads, input, Out::Into(weights))
+    }
+
+    /// The parts of the gradients' norm, for ranks that hold shards: their union, combined with
+    /// [`combine_norm`](crate::combine_norm), is every rank's [`StepInput::grad_norm`].
+    pub fn norm_parts(
+        &self,
+        grads: &[Option<Gradient<'_>>],
+        scale: f64,
+    ) -> Result<Vec<NormPart>, OptimError> {
+        self.check_grads(grads)?;
+        check_scale(scale)?;
+        Ok(self.parts(grads, scale))
+    }
+
+    fn parts(&self, grads: &[Option<Gradient<'_>>], scale: f64) -> Vec<NormPart> {
+        norm::parts(grads.iter().enumerate().map(|(param, grad)| (*grad, self.layout.first(param))), scale)
+    }
+
+    fn run(
+        &mut self,
+        grads: &[Option<Gradient<'_>>],
+        input: &StepInput<'_>,
+        out: Out<'_, '_>,
     ) -> Result<StepOutcome, OptimError> {
         let started = Instant::now();
         self.check_latch(|_| true)?;
         self.check_input(grads, input)?;
         let mut log = Log::new(input.origin.unwrap_or(started));
-        let grad_norm = norm::global_norm(grads, input.scale);
+        let grad_norm = input.grad_norm.unwrap_or_else(|| norm::combine_norm(self.parts(grads, input.scale)));
         let clip_coefficient = norm::clip_coefficient(grad_norm, input.max_norm);
         let mut outcome = StepOutcome { grad_norm, clip_coefficient, ..StepOutcome::default() };
         let normed = Instant::now();
@@ -43,7 +80,7 @@ impl NvmeAdam {
         outcome.seconds.norm = elapsed(started, normed);
         if grad_norm.is_finite() {
             outcome.warning = stalled(grads, input, grad_norm, clip_coefficient);
-            self.update_and_commit(grads, input, weights, &mut outcome, &mut log)?;
+            self.update_and_commit(grads, input, out, &mut outcome, &mut log)?;
         } else {
             outcome.skipped = true;
             outcome.warning = Some(format!("the gradient norm is {grad_norm}; the step was skipped"));
@@ -54,9 +91,9 @@ impl NvmeAdam {
 
     fn update_and_commit(
         &mut self,
-        grads: &[Option<&[f32]>],
+        grads: &[Option<Gradient<'_>>],
         input: &StepInput<'_>,
-        weights: &mut dyn FnMut(usize, usize, &[f32]),
+        out: Out<'_, '_>,
         outcome: &mut StepOutcome,
         log: &mut Log,
     ) -> Result<(), OptimError> {
@@ -71,7 +108,7 @@ impl NvmeAdam {
         }
         self.latch = Some(Latch { reason: interrupted(), reopen: false });
         let fresh = self
-            .update(grads, input, outcome.clip_coefficient, weights, log)
+            .update(grads, input, outcome.clip_coefficient, out, log)
             .map_err(|e| self.latched(e, false))?;
         let updated = Instant::now();
         outcome.seconds.update = elapsed(started, updated);
@@ -80,7 +117,7 @@ impl NvmeAdam {
         self.latch = Some(Latch { reason: interrupted(), reopen: true });
         let crcs = self.seal_slots(&fresh, sequence).map_err(|e| self.latched(e, true))?;
         for (bucket, _) in &fresh {
-            log.written += SlotShape { elements: self.layout.bucket(*bucket).len() }.head_bytes();
+            log.written += self.layout.slot(*bucket).head_bytes();
         }
         let record = self.next_record(grads, input, &fresh, &crcs, sequence);
         log.written += self.commit(record).map_err(|error| self.latched(error, true))?;
@@ -104,10 +141,10 @@ impl NvmeAdam {
     /// Updates every bucket that has a gradient from its committed slot into the other; returns their new checksums.
     fn update(
         &mut self,
-        grads: &[Option<&[f32]>],
+        grads: &[Option<Gradient<'_>>],
         input: &StepInput<'_>,
         clip: f64,
-        weights: &mut dyn FnMut(usize, usize, &[f32]),
+        out: Out<'_, '_>,
         log: &mut Log,
     ) -> Result<Vec<(usize, Vec<BlockSums>)>, OptimError> {
         let params = self.layout.params().iter().zip(&self.record.step_counts).zip(grads);
@@ -125,7 +162,7 @@ impl NvmeAdam {
             grads,
             rules: rules.collect(),
         };
-        let mut pass = UpdatePass { update, weights, tables: vec![Vec::new(); self.buckets.len()] };
+        let mut pass = UpdatePass { update, out, tables: vec![Vec::new(); self.buckets.len()] };
         let chunks = self.ring.chunks(&self.layout, &touched);
         self.ring.run(&self.layout, chunks, &mut pass, log)?;
         let mut tables = pass.tables;
@@ -134,7 +171,7 @@ impl NvmeAdam {
 
     fn next_record(
         &self,
-        grads: &[Option<&[f32]>],
+        grads: &[Option<Gradient<'_>>],
         input: &StepInput<'_>,
         fresh: &[(usize, Vec<BlockSums>)],
         crcs: &[u32],
@@ -156,18 +193,44 @@ impl NvmeAdam {
         }
     }
 
-    /// Everything that can be refused before anything moves.
-    fn check_input(&self, grads: &[Option<&[f32]>], input: &StepInput<'_>) -> Result<(), OptimError> {
+    fn check_grads(&self, grads: &[Option<Gradient<'_>>]) -> Result<(), OptimError> {
         let params = self.layout.params();
         if grads.len() != params.len() {
             return Err(OptimError::GradCount { wanted: params.len(), found: grads.len() });
         }
         for (index, grad) in grads.iter().enumerate() {
-            let (wanted, found) = (self.layout.elements(index), grad.map_or(0, <[f32]>::len));
+            let (wanted, found) = (self.layout.elements(index), grad.map_or(0, |grad| grad.len()));
             if grad.is_some() && wanted != found {
                 return Err(OptimError::GradLength { name: params[index].name.clone(), wanted, found });
             }
         }
+        Ok(())
+    }
+
+    fn check_out(&self, weights: &[Option<WeightsOut<'_>>]) -> Result<(), OptimError> {
+        let params = self.layout.params();
+        let refused = |what| Err(OptimError::Option { what });
+        if weights.len() != params.len() {
+            let (wanted, found) = (params.len(), weights.len());
+            return refused(format!(
+                "room for the weights of {found} parameters was given, there are {wanted}"
+            ));
+        }
+        for (index, weights) in weights.iter().enumerate() {
+            let wanted = self.layout.elements(index);
+            if let Some(found) = weights.as_ref().map(WeightsOut::len).filter(|found| *found != wanted) {
+                let name = &params[index].name;
+                return refused(format!(
+                    "the room for the weights of {name} has {found} elements, it has {wanted}"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Everything that can be refused before anything moves.
+    fn check_input(&self, grads: &[Option<Gradient<'_>>], input: &StepInput<'_>) -> Result<(), OptimError> {
+        self.check_grads(grads)?;
         let (wanted, found) = (self.layout.group_count(), input.groups.len());
         if found < wanted {
             return Err(OptimError::GroupCount { wanted, found });
@@ -176,15 +239,17 @@ impl NvmeAdam {
             check_group(index, group)?;
         }
         norm::check_max_norm(input.max_norm)?;
-        let scale = input.scale as f32;
-        if !(scale.is_finite() && scale > 0.0) {
-            return Err(OptimError::Scale { scale: input.scale });
-        }
+        check_scale(input.scale)?;
         if input.blob.len() > MAX_BLOB_BYTES {
             return Err(OptimError::BlobTooLarge { found: input.blob.len() });
         }
         Ok(())
     }
+}
+
+fn check_scale(scale: f64) -> Result<(), OptimError> {
+    let rounded = scale as f32;
+    if rounded.is_finite() && rounded > 0.0 { Ok(()) } else { Err(OptimError::Scale { scale }) }
 }
 
 fn check_group(group: usize, options: &GroupOptions) -> Result<(), OptimError> {
@@ -204,8 +269,8 @@ fn check_group(group: usize, options: &GroupOptions) -> Result<(), OptimError> {
 
 /// Says so where clipping leaves gradients that are typically below `eps`: Adam then hardly moves, however long it
 /// trains.
-fn stalled(grads: &[Option<&[f32]>], input: &StepInput<'_>, norm: f64, clip: f64) -> Option<String> {
-    let elements: usize = grads.iter().flatten().map(|grad| grad.len()).sum();
+fn stalled(grads: &[Option<Gradient<'_>>], input: &StepInput<'_>, norm: f64, clip: f64) -> Option<String> {
+    let elements: usize = grads.iter().flatten().map(Gradient::len).sum();
     let eps = input.groups.iter().map(|g| g.eps).fold(0.0, f64::max);
     let typical = clip * norm / (elements.max(1) as f64).sqrt();
     (clip < 1.0 && typical < eps).then(|| {
@@ -227,20 +292,47 @@ struct Update<'a> {
     id: StoreId,
     /// Of the slots written.
     generation: u64,
-    grads: &'a [Option<&'a [f32]>],
+    grads: &'a [Option<Gradient<'a>>],
     /// By parameter; `None` where there is no gradient.
     rules: Vec<Option<Rule>>,
 }
 
+/// Where updated weights go.
+enum Out<'a, 'w> {
+    /// To the caller, chunk by chunk.
+    Each(&'a mut dyn FnMut(usize, usize, &[f32])),
+    /// Into what is left of each parameter's room.
+    Into(Vec<Option<WeightsOut<'w>>>),
+}
+
+impl<'w> Out<'_, 'w> {
+    /// The room of the next `n` elements of a parameter.
+    fn take(&mut self, param: usize, n: usize) -> Option<WeightsOut<'w>> {
+        match self {
+            Out::Each(_) => None,
+            Out::Into(rooms) => rooms[param].as_mut().map(|room| room.split_off(n)),
+        }
+    }
+}
+
+/// A block on its way, and what is to be done to it.
+struct Block<'a, 'w> {
+    bucket: usize,
+    block: usize,
+    sections: Sections<'a>,
+    /// The parts of parameters with a gradient, and where their weights go.
+    parts: Vec<(Segment, Option<WeightsOut<'w>>)>,
+}
+
 /// The update as a trip through the ring.
-struct UpdatePass<'a> {
+struct UpdatePass<'a, 'o, 'w> {
     update: Update<'a>,
-    weights: &'a mut dyn FnMut(usize, usize, &[f32]),
+    out: Out<'o, 'w>,
     /// New checksums, by bucket.
     tables: Vec<Vec<BlockSums>>,
 }
 
-impl Pass for UpdatePass<'_> {
+impl Pass for UpdatePass<'_, '_, '_> {
     const READS: usize = SECTIONS.len();
     const WRITES: usize = SECTIONS.len();
     const NAME: &'static str = "update";
@@ -255,20 +347,36 @@ impl Pass for UpdatePass<'_> {
         &bucket.files[1 - bucket.live]
     }
 
-    fn work(&mut self, chunk: Chunk, [main, avg, sq]: [&mut [f32]; 3]) -> Result<(), OptimError> {
-        let (update, first_block) = (&self.update, chunk.first / BLOCK);
-        let blocks = main.par_chunks_mut(BLOCK).zip(avg.par_chunks_mut(BLOCK)).zip(sq.par_chunks_mut(BLOCK));
-        let sums: Vec<Result<BlockSums, OptimError>> = blocks
+    fn work(&mut self, chunk: Chunk, [main, avg, sq]: Sections<'_>) -> Result<(), OptimError> {
+        let (update, out, bucket) = (&self.update, &mut self.out, chunk.bucket);
+        let bytes = update.layout.slot(bucket).moments.block_bytes();
+        let start = update.layout.bucket(bucket).start + chunk.first;
+        let sections = main.chunks_mut(BLOCK * 4).zip(avg.chunks_mut(bytes)).zip(sq.chunks_mut(bytes));
+        let blocks: Vec<Block<'_, '_>> = sections
             .enumerate()
-            .map(|(i, ((main, avg), sq))| update.block(chunk.bucket, first_block + i, [main, avg, sq]))
+            .map(|(i, ((main, avg), sq))| {
+                let first = start + i * BLOCK;
+                let segments = update.layout.segments(first..first + main.len() / 4);
+                let moving = segments.filter(|segment| update.grads[segment.param].is_some());
+                let parts = moving.map(|segment| {
+                    let room = out.take(segment.param, segment.local.len());
+                    (segment, room)
+                });
+                let parts = parts.collect();
+                Block { bucket, block: chunk.first / BLOCK + i, sections: [main, avg, sq], parts }
+            })
             .collect();
+        let sums: Vec<Result<BlockSums, OptimError>> =
+            blocks.into_par_iter().map(|block| update.block(block)).collect();
         for sums in sums {
-            self.tables[chunk.bucket].push(sums?);
+            self.tables[bucket].push(sums?);
         }
-        let start = update.layout.bucket(chunk.bucket).start + chunk.first;
-        for segment in update.layout.segments(start..start + chunk.len) {
-            if update.grads[segment.param].is_some() {
-                (self.weights)(segment.param, segment.first, &main[segment.local]);
+        if let Out::Each(weights) = &mut self.out {
+            let main: &[f32] = bytemuck::cast_slice(main);
+            for segment in update.layout.segments(start..start + chunk.len) {
+                if update.grads[segment.param].is_some() {
+                    weights(segment.param, segment.first, &main[segment.local]);
+                }
             }
         }
         Ok(())
@@ -279,26 +387,23 @@ impl Update<'_> {
     /// Checks one block, updates it, and returns its new checksums, all while it is in the core's cache.
     fn block(
         &self,
-        index: usize,
-        block: usize,
-        [main, avg, sq]: [&mut [f32]; 3],
+        Block { bucket: index, block, sections, parts }: Block<'_, '_>,
     ) -> Result<BlockSums, OptimError> {
+        let [main, avg, sq] = sections;
         let bucket = &self.buckets[index];
         let identity = Identity { id: self.id, bucket: index, generation: bucket.generation };
         let found = identity.sums(block, [main, avg, sq]);
         if let Some(section) = (0..SECTIONS.len()).find(|s| found[*s] != bucket.table[block][*s]) {
             return Err(bad_block(self.layout, bucket, index, block, section));
         }
-        let start = self.layout.bucket(index).start + block * BLOCK;
-        for segment in self.layout.segments(start..start + main.len()) {
-            if let (Some(grad), Some(rule)) = (self.grads[segment.param], &self.rules[segment.param]) {
-                let local = || segment.local.clone();
-                let grad = &grad[segment.first..segment.first + segment.local.len()];
-                rule.apply(grad, &mut main[local()], &mut avg[local()], &mut sq[local()]);
+        let moments = self.layout.slot(index).moments;
+        for (Segment { param, first, local }, room) in parts {
+            if let (Some(grad), Some(rule)) = (self.grads[param], &self.rules[param]) {
+                let grad = grad.slice(first..first + local.len());
+                let block = BlockMut { moments, main: bytemuck::cast_slice_mut(main), avg, sq };
+                update_block(rule, block, local, grad, room);
             }
         }
         Ok(Identity { generation: self.generation, ..identity }.sums(block, [main, avg, sq]))
     }
 }
-
-const _: () = assert!((BLOCK as u64 * 4).is_multiple_of(PAGE));

@@ -4,9 +4,9 @@
 
 mod common;
 
-use common::{all, cut, grads, init, options, params, state, take_step};
+use common::{all, cut, grad, grads, init, options, params, state, take_step};
 use lazy_model::Lane;
-use lazy_optim_nvme::{AdamOptions, Bytes, GroupOptions, NvmeAdam, StepInput};
+use lazy_optim_nvme::{AdamOptions, Bytes, GroupOptions, NvmeAdam, ParamSpec, StepInput};
 
 /// Several checksum blocks, several norm blocks, and sizes that fit nothing.
 const SIZES: [usize; 6] = [70_001, 1, 511, 0, 40_000, 4097];
@@ -110,7 +110,7 @@ fn a_parameter_without_gradient_keeps_every_bit_and_an_untouched_bucket_is_not_w
     let groups = [GroupOptions::default()];
     let input = StepInput { groups: &groups, ..StepInput::default() };
     let mut seen = Vec::new();
-    adam.step(&[Some(&grads[0]), None, None], &input, &mut |param, _, _| seen.push(param)).unwrap();
+    adam.step(&[grad(&grads[0]), None, None], &input, &mut |param, _, _| seen.push(param)).unwrap();
     let after = state(&mut adam, &params);
     assert_eq!(seen, [0]);
     assert_eq!(adam.step_counts(), [2, 1, 1]);
@@ -136,7 +136,7 @@ fn a_small_update_accumulates_in_the_float32_main_weight() {
     let input = StepInput { groups: &groups, ..StepInput::default() };
     let mut weight = 0.0;
     for _ in 0..100 {
-        adam.step(&[Some(&[1.0])], &input, &mut |_, _, values| weight = values[0]).unwrap();
+        adam.step(&[grad(&[1.0])], &input, &mut |_, _, values| weight = values[0]).unwrap();
     }
     assert!((weight - 0.99).abs() < 1e-5, "{weight}");
 }
@@ -151,7 +151,9 @@ fn the_files_take_the_space_announced() {
         let found: usize = common::files(dir.path()).values().map(Vec::len).sum();
         assert_eq!(NvmeAdam::bytes_on_disk(&params, &options).unwrap(), Bytes(found as u64));
     }
-    assert_eq!(NvmeAdam::ring_bytes(&AdamOptions::default()), Bytes::from_mib(3 * 3 * 16));
+    let large = [ParamSpec::new("w", &[1 << 30])];
+    let ring = NvmeAdam::ring_bytes(&large, &AdamOptions::default()).unwrap();
+    assert_eq!(ring, Bytes::from_mib(3 * 3 * 16));
 }
 
 /// Fourteen steps in which parameter 1 has a gradient on odd steps only; opened again after the seventh if asked.

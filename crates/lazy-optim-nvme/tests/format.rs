@@ -18,7 +18,7 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 /// Checks an envelope and returns its length.
 fn envelope(bytes: &[u8], magic: &[u8]) -> usize {
     assert_eq!(&bytes[..8], magic);
-    assert_eq!(u32_at(bytes, 8), 1);
+    assert_eq!(u32_at(bytes, 8), if magic == b"LZADCOMM" { 1 } else { 2 });
     let length = u32_at(bytes, 12) as usize;
     assert_eq!(u32_at(bytes, length - 4), crc32c::crc32c(&bytes[..length - 4]));
     length
@@ -38,13 +38,12 @@ fn the_files_are_what_the_format_page_says() {
     let layout = &files["adam.layout"];
     let layout_end = envelope(layout, b"LZADLAYO");
     let id = &layout[16..32];
-    assert_eq!((u64_at(layout, 32), u32_at(layout, 40), u32_at(layout, 44)), (24_000, 0, 2));
-    assert_eq!(
-        (u32_at(layout, 48), u32_at(layout, 52), u32_at(layout, 56), u64_at(layout, 60)),
-        (0, 2, 1, 20_000)
-    );
-    assert_eq!(&layout[68..70], b"p0");
-    assert_eq!(layout_end, 70 + 12 + 8 + 2 + 4);
+    assert_eq!((u64_at(layout, 32), u32_at(layout, 40)), (24_000, 2));
+    // Group 0, float32 moments, two letters, one dimension, no shard.
+    assert_eq!([44, 48, 52].map(|at| u32_at(layout, at)), [0, 0, 2]);
+    assert_eq!(&layout[56..58], b"p0");
+    assert_eq!((u32_at(layout, 58), u64_at(layout, 62), u32_at(layout, 70)), (1, 20_000, 0));
+    assert_eq!(layout_end, 74 + 30 + 4);
 
     // One step: sequence 1 in page 1, every bucket in slot 1.
     let record = &files["adam.record"];

@@ -7,7 +7,7 @@ mod common;
 use std::f64::consts::PI;
 
 use common::options;
-use lazy_optim_nvme::{GroupOptions, NvmeAdam, ParamSpec, StepInput};
+use lazy_optim_nvme::{Gradient, GroupOptions, NvmeAdam, ParamSpec, StepInput};
 use safetensors::SafeTensors;
 
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
@@ -93,7 +93,7 @@ fn check(case: &Case) {
         let lr = |g: &GroupOptions| GroupOptions { lr: g.lr * (case.schedule)(t), ..*g };
         let groups: Vec<_> = case.groups.iter().map(lr).collect();
         let grad = |p: usize| &grads[p][t * SIZES[p]..(t + 1) * SIZES[p]];
-        let grads = [0, 1, 2, 3].map(|p| (case.present)(p, t).then(|| grad(p)));
+        let grads = [0, 1, 2, 3].map(|p| (case.present)(p, t).then(|| Gradient::F32(grad(p))));
         let input = StepInput { groups: &groups, ..StepInput::default() };
         adam.step(&grads, &input, &mut |_, _, _| {}).unwrap();
         if [1, 10, STEPS].contains(&(t + 1)) {

@@ -6,8 +6,8 @@ mod common;
 
 use std::path::Path;
 
-use common::{files, init, options, params, restore, state, take_step};
-use lazy_optim_nvme::{GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, ParamSpec, StepInput};
+use common::{files, grad, init, options, params, restore, state, take_step};
+use lazy_optim_nvme::{Gradient, GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, ParamSpec, StepInput};
 
 const SIZES: [usize; 3] = [100, 200, 2_000];
 
@@ -32,7 +32,7 @@ fn refusal(dir: &Path, params: &[ParamSpec]) -> String {
     }
 }
 
-fn step_error(adam: &mut NvmeAdam, grads: &[Option<&[f32]>], input: &StepInput<'_>) -> OptimError {
+fn step_error(adam: &mut NvmeAdam, grads: &[Option<Gradient<'_>>], input: &StepInput<'_>) -> OptimError {
     adam.step(grads, input, &mut |_, _, _| unreachable!("nothing may be handed out")).unwrap_err()
 }
 
@@ -107,11 +107,11 @@ fn a_finite_norm_that_clipping_pushes_under_eps_is_warned_about() {
     let mut adam = NvmeAdam::create(dir.path(), &params, &options(250), init).unwrap();
     let groups = [GroupOptions { eps: 1e-8, ..GroupOptions::default() }];
     let input = StepInput { groups: &groups, max_norm: Some(1e-9), ..StepInput::default() };
-    let outcome = adam.step(&[Some(&[1e10, 0.0, 1e10, 0.0])], &input, &mut |_, _, _| {}).unwrap();
+    let outcome = adam.step(&[grad(&[1e10, 0.0, 1e10, 0.0])], &input, &mut |_, _, _| {}).unwrap();
     assert!(outcome.warning.unwrap().contains("below eps"));
     // Squares that overflow float32 are an ordinary step otherwise.
     let input = StepInput { max_norm: Some(1.0), ..input };
-    let outcome = adam.step(&[Some(&[1e20, 0.0, 1e20, 0.0])], &input, &mut |_, _, _| {}).unwrap();
+    let outcome = adam.step(&[grad(&[1e20, 0.0, 1e20, 0.0])], &input, &mut |_, _, _| {}).unwrap();
     assert!((outcome.grad_norm / 1e20 - 2f64.sqrt()).abs() < 1e-6);
     assert!(!outcome.skipped && outcome.warning.is_none());
 }

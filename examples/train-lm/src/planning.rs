@@ -1,7 +1,7 @@
 //! From a model, a profile and caps to a verified schedule.
 
 use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Tier, TierBytes, Verified};
-use lazy_optim_nvme::{AdamOptions, NvmeAdam};
+use lazy_optim_nvme::{AdamOptions, NvmeAdam, ParamSpec};
 use lazy_runtime::Model;
 use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
@@ -55,7 +55,7 @@ pub fn problem(
              --batch and --seq, or leave --profile out"
         ))
     })?;
-    let fixed = fixed(model, &runtime, settings, adam);
+    let fixed = fixed(model, &runtime, settings, adam)?;
     let defaults = if plan == "auto" {
         let least = least(model, settings, adam)?;
         default_budgets(n as u64, boundary, least, prefetch.blocks().unwrap_or(0) as u64)
@@ -80,20 +80,33 @@ pub fn problem(
 }
 
 /// What a step holds throughout, whatever is placed where.
-fn fixed(model: &TrainedModel, runtime: &Model, settings: &Settings, adam: &AdamOptions) -> TierBytes {
+fn fixed(
+    model: &TrainedModel,
+    runtime: &Model,
+    settings: &Settings,
+    adam: &AdamOptions,
+) -> Result<TierBytes> {
     let shape = settings.shape();
     let declared = model.decoder.declared(shape.batch, shape.seq);
-    TierBytes {
+    Ok(TierBytes {
         hbm: declared.weights + declared.gradients + runtime.resident(),
-        host: NvmeAdam::ring_bytes(adam),
+        host: NvmeAdam::ring_bytes(&optimized(model), adam)?,
         nvme: Bytes::ZERO,
-    }
+    })
+}
+
+/// The parameters as the optimizer knows them: matrices in group 0, the rest, which does not decay, in group 1.
+pub fn optimized(model: &TrainedModel) -> Vec<ParamSpec> {
+    let parameters = model.decoder.parameters().iter();
+    parameters
+        .map(|(name, v)| ParamSpec::new(name.as_str(), v.dims()).in_group(usize::from(v.rank() < 2)))
+        .collect()
 }
 
 /// What a step holds at the least, whatever is placed where.
 fn least(model: &TrainedModel, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
     let runtime = model.model()?;
-    let fixed = fixed(model, &runtime, settings, adam);
+    let fixed = fixed(model, &runtime, settings, adam)?;
     Ok(TierBytes { hbm: fixed.hbm + runtime.sizes().step().least_hbm(), ..fixed })
 }
 

@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime};
 use lazy_model::{
     Bytes, BytesPerSecond, HardwareProfile, LayerIndex, Links, Marked, Seconds, StepTimes, Tiers,
 };
-use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
+use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, ParamSpec, StepInput};
 use lazy_runtime::{Backward, Context, Forward, Grads, Input, Loss, Output, Phase, Saved, Weights};
 use lazy_store::{LinkLimits, NvmeOptions, Store, StoreOptions};
 
@@ -201,7 +201,7 @@ fn optimizer_rate(model: &TrainedModel, spill: &Path, adam: &AdamOptions) -> Res
         let start = Instant::now();
         let input =
             StepInput { groups: &[GroupOptions::default()], max_norm: Some(1.0), ..StepInput::default() };
-        trial.step(&[Some(gradient.as_slice())], &input, &mut |_, _, _| ())?;
+        trial.step(&[Some(Gradient::F32(&gradient))], &input, &mut |_, _, _| ())?;
         samples.push(start.elapsed().as_secs_f64());
     }
     drop(trial);

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
 use lazy_model::{Bytes, Schedule, Seconds, Span, StepProblem, Tier};
-use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, OptimError, ParamSpec, StepInput, StepOutcome};
+use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, OptimError, StepInput, StepOutcome};
 use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
 use lazy_store::scratch::RunDir;
 use lazy_store::{NvmeOptions, Store, StoreOptions};
@@ -21,7 +21,7 @@ use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
 use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
 use crate::model::{Ids, TrainedModel};
-use crate::planning::{Chosen, choose, problem};
+use crate::planning::{self, Chosen, choose, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
 use crate::probe::{median, spill_file};
 use crate::report::{self, LastStep};
@@ -293,7 +293,7 @@ impl<'a> Run<'a> {
             ..StepInput::default()
         };
         let gradients = self.model.gradients.read();
-        let views: Vec<Option<&[f32]>> = gradients.iter().map(|g| Some(g.as_slice())).collect();
+        let views: Vec<_> = gradients.iter().map(|g| Some(Gradient::F32(g))).collect();
         let mut failed = None;
         let decoder = &self.model.decoder;
         let outcome = self.optimizer.step(&views, &input, &mut |parameter, first, values| {
@@ -420,11 +420,7 @@ fn open_state(
     schedule: &Schedule,
 ) -> Result<(NvmeAdam, Cursor)> {
     let decoder = &model.decoder;
-    let specs: Vec<ParamSpec> = decoder
-        .parameters()
-        .iter()
-        .map(|(name, v)| ParamSpec::new(name.as_str(), v.dims()).in_group(usize::from(v.rank() < 2)))
-        .collect();
+    let specs = planning::optimized(model);
     let dir = &settings.state_dir.clone().unwrap_or_else(|| folder.state());
     if new {
         let absent = !dir.exists();

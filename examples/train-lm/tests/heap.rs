@@ -8,7 +8,7 @@ mod plan;
 
 use counting::{forget_peak, live, peak};
 use lazy_model::{Bytes, ModelSpec};
-use lazy_optim_nvme::{AdamOptions, GroupOptions, NvmeAdam, ParamSpec, StepInput};
+use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, ParamSpec, StepInput};
 use plan::{on, planned};
 use train_lm::decoder::Decoder;
 use train_lm::model::{Shape, TrainedModel};
@@ -41,7 +41,7 @@ fn most_allocated(letters: &str, shape: Shape) -> (usize, Bytes) {
         let ids = (0..shape.tokens() as u32).map(|t| t * 31 % 256).collect();
         executor.run(&mut program, &on(ids, step)).unwrap();
         let gradients = model.gradients.read();
-        let views: Vec<Option<&[f32]>> = gradients.iter().map(|g| Some(g.as_slice())).collect();
+        let views: Vec<_> = gradients.iter().map(|g| Some(Gradient::F32(g))).collect();
         let input =
             StepInput { groups: &[GroupOptions::default()], max_norm: Some(1.0), ..StepInput::default() };
         let write = &mut |parameter, first, values: &[f32]| {
@@ -61,7 +61,7 @@ fn most_allocated(letters: &str, shape: Shape) -> (usize, Bytes) {
         + layer
         + boundary * 3
         + declared.loss_workspace
-        + NvmeAdam::ring_bytes(&adam);
+        + NvmeAdam::ring_bytes(&specs, &adam).unwrap();
     (peak() - before, bound)
 }
 

@@ -83,13 +83,13 @@ fn every_format_and_instruction_set_follows_the_formula() {
         for moments in [Moments::F32, Moments::Bf16, Moments::Int8] {
             let before = State::new(moments, range.clone());
             let (avg, sq) = (before.decoded(Moment::First), before.decoded(Moment::Second));
-            for given in [GradSlice::F32(&grad), GradSlice::Bf16(&narrow)] {
+            for given in [Gradient::F32(&grad), Gradient::Bf16(&narrow)] {
                 let mut wanted = before.clone();
                 let (mut first, mut second) = (Vec::new(), Vec::new());
                 for (i, at) in range.clone().enumerate() {
                     let g = match given {
-                        GradSlice::F32(grad) => grad[i],
-                        GradSlice::Bf16(grad) => bf16::widen(grad[i]),
+                        Gradient::F32(grad) => grad[i],
+                        Gradient::Bf16(grad) => bf16::widen(grad[i]),
                     };
                     let [w, m, v] = stated(rule, g, before.main[at], avg[at], sq[at]);
                     wanted.main[at] = w;
@@ -105,8 +105,8 @@ fn every_format_and_instruction_set_follows_the_formula() {
                     let mut found = before.clone();
                     let (mut wide, mut rounded) = (vec![0.0; range.len()], vec![0; range.len()]);
                     let weights = match given {
-                        GradSlice::F32(_) => WeightsMut::F32(&mut wide),
-                        GradSlice::Bf16(_) => WeightsMut::Bf16(&mut rounded),
+                        Gradient::F32(_) => WeightsOut::F32(&mut wide),
+                        Gradient::Bf16(_) => WeightsOut::Bf16(&mut rounded),
                     };
                     let (block, range) = (found.block(), range.clone());
                     set.run(Update {
@@ -118,8 +118,8 @@ fn every_format_and_instruction_set_follows_the_formula() {
                     });
                     assert_eq!(found, wanted, "{set:?} {moments:?} {range:?}");
                     match given {
-                        GradSlice::F32(_) => assert_eq!(wide, wanted.main[range]),
-                        GradSlice::Bf16(_) => {
+                        Gradient::F32(_) => assert_eq!(wide, wanted.main[range]),
+                        Gradient::Bf16(_) => {
                             let copies: Vec<u16> =
                                 wanted.main[range].iter().map(|w| bf16::round(*w)).collect();
                             assert_eq!(rounded, copies);
@@ -139,14 +139,14 @@ fn every_cut_gives_the_same_bits() {
         let grad = data(range.len(), 1);
         let before = State::new(moments, range.clone());
         let mut whole = before.clone();
-        update_block(rule, whole.block(), range.clone(), GradSlice::F32(&grad), None);
+        update_block(rule, whole.block(), range.clone(), Gradient::F32(&grad), None);
         for cut in [512, 1024, 1027, 8999] {
             // Elements that share a scale stay together.
             let cut = if moments == Moments::Int8 { cut / QUANT_BLOCK * QUANT_BLOCK } else { cut };
             let mut parts = before.clone();
             for part in [range.start..cut, cut..range.end] {
                 let grad = &grad[part.start - range.start..part.end - range.start];
-                update_block(rule, parts.block(), part, GradSlice::F32(grad), None);
+                update_block(rule, parts.block(), part, Gradient::F32(grad), None);
             }
             assert_eq!(whole, parts, "{moments:?} cut at {cut}");
         }
@@ -158,7 +158,7 @@ fn a_beta_below_one_half_interpolates_from_the_gradient() {
     // beta1 = 0 forgets the past entirely, whatever its size.
     let options = GroupOptions { betas: (0.0, 0.9), ..GroupOptions::default() };
     let (mut main, mut avg, mut sq) = ([1.0], [1e30], [0.0]);
-    Rule::new(&options, 1, 1.0, 1.0).apply(&[0.25], &mut main, &mut avg, &mut sq);
+    Rule::new(&options, 1, 1.0, 1.0).advance(&[0.25], &mut main, &mut avg, &mut sq);
     assert_eq!(avg, [0.25]);
 }
 
@@ -169,7 +169,7 @@ fn trained(options: &GroupOptions, count: u64, weight: f32, grad: f32) -> (f32, 
     let mut copy = [0];
     for t in 1..=count {
         let rule = Rule::new(options, t, 1.0, 1.0);
-        update_block(&rule, state.block(), 0..1, GradSlice::F32(&[grad]), Some(WeightsMut::Bf16(&mut copy)));
+        update_block(&rule, state.block(), 0..1, Gradient::F32(&[grad]), Some(WeightsOut::Bf16(&mut copy)));
     }
     (state.main[0], bf16::widen(copy[0]))
 }

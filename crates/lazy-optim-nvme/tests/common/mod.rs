@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use lazy_optim_nvme::{
-    AdamOptions, Bytes, GroupOptions, NvmeAdam, OptimError, ParamSpec, StatePart, StepInput,
+    AdamOptions, Bytes, Gradient, GroupOptions, NvmeAdam, OptimError, ParamSpec, StatePart, StepInput,
 };
 
 /// Main, first and second moment of every parameter, as bits.
@@ -47,8 +47,13 @@ pub(crate) fn grads(params: &[ParamSpec], step: usize) -> Vec<Vec<f32>> {
     params.iter().enumerate().map(|(p, spec)| grad(p, spec.shape.iter().product())).collect()
 }
 
-pub(crate) fn all(grads: &[Vec<f32>]) -> Vec<Option<&[f32]>> {
-    grads.iter().map(|g| Some(g.as_slice())).collect()
+/// A gradient in float32.
+pub(crate) fn grad(values: &[f32]) -> Option<Gradient<'_>> {
+    Some(Gradient::F32(values))
+}
+
+pub(crate) fn all(grads: &[Vec<f32>]) -> Vec<Option<Gradient<'_>>> {
+    grads.iter().map(|g| grad(g)).collect()
 }
 
 /// The blob that [`take_step`] commits, long enough for a record of several sectors.
