@@ -1,11 +1,8 @@
 //! Small reads and writes of durable files, and how wrong contents are told.
 
-use std::panic::resume_unwind;
 use std::path::Path;
-use std::thread::{Builder, ScopedJoinHandle};
 
 use lazy_model::Bytes;
-use lazy_store::StoreError;
 use lazy_store::durable::{AlignedBuf, DurableDir, DurableFile};
 
 use crate::layout::{PAGE, StoreId};
@@ -48,30 +45,6 @@ pub(crate) fn put_bytes(file: &DurableFile, offset: u64, bytes: &[u8]) -> Result
     buffer.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
     file.write_at(offset, buffer).wait().1?;
     Ok(length)
-}
-
-/// Flushes that run at once: a flush mostly waits for the drive, and drives take several in about the time of one.
-const FLUSHES_AT_ONCE: usize = 16;
-
-/// Flushes the files, several at once. Returns the first failure in their order, after all that were begun have ended.
-pub(crate) fn flush_all(files: &[&DurableFile]) -> Result<(), OptimError> {
-    for files in files.chunks(FLUSHES_AT_ONCE) {
-        std::thread::scope(|scope| {
-            // Where the system gives no thread, this one does it.
-            let flush = |file| {
-                let flush = move || DurableFile::sync_data(file);
-                Builder::new().spawn_scoped(scope, flush).map_err(|_| flush())
-            };
-            let flushes: Vec<_> = files.iter().copied().map(flush).collect();
-            let end = |flush: Result<ScopedJoinHandle<'_, _>, _>| match flush.map(ScopedJoinHandle::join) {
-                Ok(Ok(result)) | Err(result) => result,
-                Ok(Err(panic)) => resume_unwind(panic),
-            };
-            let results: Vec<_> = flushes.into_iter().map(end).collect();
-            results.into_iter().collect::<Result<(), StoreError>>()
-        })?;
-    }
-    Ok(())
 }
 
 /// Reads `length` bytes, a multiple of the page.

@@ -62,6 +62,7 @@ mod options;
 mod quant;
 mod record;
 mod ring;
+mod seal;
 mod simd;
 mod slot;
 mod state;

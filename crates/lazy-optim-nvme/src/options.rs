@@ -167,9 +167,9 @@ impl Default for StepInput<'_> {
 pub struct StepSeconds {
     /// Global norm and clip coefficient.
     pub norm: Seconds,
-    /// Reading, updating and writing the buckets.
+    /// Reading, updating and writing the buckets; finished ones are flushed beside it.
     pub update: Seconds,
-    /// Flushing the slot files, writing and flushing the record.
+    /// What is left of flushing the slot files, and the record.
     pub commit: Seconds,
 }
 

@@ -43,6 +43,8 @@ pub(crate) trait Pass {
     fn target(&self, bucket: usize) -> &DurableFile;
     /// Works on a chunk's three sections, the bytes of `chunk.len` elements each; sections not read hold anything.
     fn work(&mut self, chunk: Chunk, sections: Sections<'_>) -> Result<(), OptimError>;
+    /// All of a bucket's chunks are written.
+    fn written(&mut self, _bucket: usize) {}
 }
 
 /// The account of one or more trips.
@@ -219,7 +221,7 @@ impl<P: Pass> Trip<'_, P> {
             self.work(chunk, buffers)?;
         }
         while let Some(flight) = self.writing.pop_front() {
-            let buffers = self.land(flight, Lane::NvmeWrite)?;
+            let buffers = self.land_write(flight)?;
             self.ring.give_back(buffers);
         }
         Ok(())
@@ -232,7 +234,7 @@ impl<P: Pass> Trip<'_, P> {
             return Ok(buffers);
         }
         match self.writing.pop_front() {
-            Some(flight) => self.land(flight, Lane::NvmeWrite),
+            Some(flight) => self.land_write(flight),
             None => Err(OptimError::Option {
                 what: "the chunk ring lost its buffers; open the store again".into(),
             }),
@@ -263,6 +265,16 @@ impl<P: Pass> Trip<'_, P> {
             start(self.pass, shape.offset(section, chunk.first), buffer)
         });
         Flight { chunk, moving: moving.collect(), resting, bytes }
+    }
+
+    /// Lands the oldest write.
+    fn land_write(&mut self, flight: Flight) -> Result<Buffers, OptimError> {
+        let Chunk { bucket, first, len } = flight.chunk;
+        let buffers = self.land(flight, Lane::NvmeWrite)?;
+        if first + len == self.layout.slot(bucket).elements {
+            self.pass.written(bucket);
+        }
+        Ok(buffers)
     }
 
     fn land(&mut self, flight: Flight, lane: Lane) -> Result<Buffers, OptimError> {

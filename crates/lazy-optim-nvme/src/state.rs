@@ -6,12 +6,12 @@ use lazy_model::Bytes;
 use lazy_store::NvmeMode;
 use lazy_store::durable::{DurableDir, DurableFile};
 
-use crate::files::{flush_all, put_bytes, write_bytes};
+use crate::files::write_bytes;
 use crate::layout::{Layout, Segment, StoreId, layout_file_bytes};
 use crate::moments::Moment;
 use crate::record::{self, Record};
 use crate::ring::{self, Chunk, Log, Pass, Ring, Sections};
-use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotHead, SlotShape};
+use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotShape};
 use crate::{AdamOptions, OptimError, ParamSpec, StatePart};
 
 /// Adam and AdamW with main weights and moments in slot files. See the [crate] page.
@@ -145,29 +145,6 @@ impl NvmeAdam {
         let written = self.write_record(&self.record, self.page)?;
         self.confirmed = true;
         Ok(written)
-    }
-
-    /// Seals and flushes the slots of a step, named by bucket with their new checksums. Returns the heads' checksums.
-    pub(crate) fn seal_slots(
-        &self,
-        fresh: &[(usize, Vec<BlockSums>)],
-        generation: u64,
-    ) -> Result<Vec<u32>, OptimError> {
-        let mut crcs = Vec::with_capacity(fresh.len());
-        let mut files = Vec::with_capacity(fresh.len());
-        for (index, table) in fresh {
-            let bucket = &self.buckets[*index];
-            let slot = 1 - bucket.live;
-            let identity = Identity { id: self.id, bucket: *index, generation };
-            let shape = self.layout.slot(*index);
-            let head = SlotHead { identity, slot, shape, table: table.clone() };
-            let (bytes, crc) = head.encode();
-            put_bytes(&bucket.files[slot], 0, &bytes)?;
-            crcs.push(crc);
-            files.push(&bucket.files[slot]);
-        }
-        flush_all(&files)?;
-        Ok(crcs)
     }
 
     /// Writes and flushes `record` as the new state, in the older page.

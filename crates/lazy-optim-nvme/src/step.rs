@@ -10,7 +10,8 @@ use crate::layout::{Layout, Segment, StoreId};
 use crate::norm::{self, NormPart};
 use crate::record::{Committed, Record};
 use crate::ring::{Chunk, Log, Pass, Sections};
-use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS};
+use crate::seal::{Sealer, Unsealed};
+use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotHead};
 use crate::state::{Bucket, Latch, bad_block};
 use crate::{GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
 use lazy_store::durable::DurableFile;
@@ -107,28 +108,31 @@ impl NvmeAdam {
             log.span(Lane::NvmeWrite, "confirm the record".into(), started, Instant::now(), confirmed);
         }
         self.latch = Some(Latch { reason: interrupted(), reopen: false });
-        let fresh = self
-            .update(grads, input, outcome.clip_coefficient, out, log)
-            .map_err(|e| self.latched(e, false))?;
-        let updated = Instant::now();
-        outcome.seconds.update = elapsed(started, updated);
-
-        let (sequence, streamed) = (self.record.sequence + 1, log.written);
+        let mut sealer = Sealer::default();
+        let updated = self.update(grads, input, outcome.clip_coefficient, out, &mut sealer, log);
+        let streamed = Instant::now();
+        outcome.seconds.update = elapsed(started, streamed);
         self.latch = Some(Latch { reason: interrupted(), reopen: true });
-        let crcs = self.seal_slots(&fresh, sequence).map_err(|e| self.latched(e, true))?;
-        for (bucket, _) in &fresh {
-            log.written += self.layout.slot(*bucket).head_bytes();
+        let sealed = sealer.finish();
+        let fresh = match (updated, sealed) {
+            (Ok(fresh), Ok(())) => fresh,
+            (_, Err(Unsealed { error, flush })) => return Err(self.latched(error, flush)),
+            (Err(error), Ok(())) => return Err(self.latched(error, false)),
+        };
+        let (sequence, before) = (self.record.sequence + 1, log.written);
+        for fresh in &fresh {
+            log.written += self.layout.slot(fresh.bucket).head_bytes();
         }
-        let record = self.next_record(grads, input, &fresh, &crcs, sequence);
+        let record = self.next_record(grads, input, &fresh, sequence);
         log.written += self.commit(record).map_err(|error| self.latched(error, true))?;
-        for (index, table) in fresh {
-            let bucket = &mut self.buckets[index];
+        for Fresh { bucket, table, .. } in fresh {
+            let bucket = &mut self.buckets[bucket];
             (bucket.live, bucket.generation, bucket.table) = (1 - bucket.live, sequence, table);
         }
         self.latch = None;
         let committed = Instant::now();
-        log.span(Lane::NvmeWrite, "commit".into(), updated, committed, log.written - streamed);
-        outcome.seconds.commit = elapsed(updated, committed);
+        log.span(Lane::NvmeWrite, "commit".into(), streamed, committed, log.written - before);
+        outcome.seconds.commit = elapsed(streamed, committed);
         Ok(())
     }
 
@@ -138,15 +142,16 @@ impl NvmeAdam {
         error
     }
 
-    /// Updates every bucket that has a gradient from its committed slot into the other; returns their new checksums.
+    /// Updates every bucket that has a gradient from its committed slot into the other, and has those sealed.
     fn update(
         &mut self,
         grads: &[Option<Gradient<'_>>],
         input: &StepInput<'_>,
         clip: f64,
         out: Out<'_, '_>,
+        sealer: &mut Sealer,
         log: &mut Log,
-    ) -> Result<Vec<(usize, Vec<BlockSums>)>, OptimError> {
+    ) -> Result<Vec<Fresh>, OptimError> {
         let params = self.layout.params().iter().zip(&self.record.step_counts).zip(grads);
         let rules = params.map(|((param, count), grad)| {
             grad.map(|_| Rule::new(&input.groups[param.group], count + 1, input.scale, clip))
@@ -162,25 +167,29 @@ impl NvmeAdam {
             grads,
             rules: rules.collect(),
         };
-        let mut pass = UpdatePass { update, out, tables: vec![Vec::new(); self.buckets.len()] };
+        let mut pass = UpdatePass {
+            update,
+            out,
+            tables: vec![Vec::new(); self.buckets.len()],
+            sealer,
+            fresh: Vec::new(),
+        };
         let chunks = self.ring.chunks(&self.layout, &touched);
         self.ring.run(&self.layout, chunks, &mut pass, log)?;
-        let mut tables = pass.tables;
-        Ok(touched.into_iter().map(|bucket| (bucket, std::mem::take(&mut tables[bucket]))).collect())
+        Ok(pass.fresh)
     }
 
     fn next_record(
         &self,
         grads: &[Option<Gradient<'_>>],
         input: &StepInput<'_>,
-        fresh: &[(usize, Vec<BlockSums>)],
-        crcs: &[u32],
+        fresh: &[Fresh],
         sequence: u64,
     ) -> Record {
         let mut buckets = self.record.buckets.clone();
-        for ((index, _), head_crc) in fresh.iter().zip(crcs) {
-            let slot = 1 - self.buckets[*index].live;
-            buckets[*index] = Committed { slot, generation: sequence, head_crc: *head_crc };
+        for Fresh { bucket, head_crc, .. } in fresh {
+            let slot = 1 - self.buckets[*bucket].live;
+            buckets[*bucket] = Committed { slot, generation: sequence, head_crc: *head_crc };
         }
         let counts = self.record.step_counts.iter().zip(grads);
         Record {
@@ -315,6 +324,13 @@ impl<'w> Out<'_, 'w> {
     }
 }
 
+/// A slot that a step has written.
+struct Fresh {
+    bucket: usize,
+    table: Vec<BlockSums>,
+    head_crc: u32,
+}
+
 /// A block on its way, and what is to be done to it.
 struct Block<'a, 'w> {
     bucket: usize,
@@ -330,6 +346,8 @@ struct UpdatePass<'a, 'o, 'w> {
     out: Out<'o, 'w>,
     /// New checksums, by bucket.
     tables: Vec<Vec<BlockSums>>,
+    sealer: &'a mut Sealer,
+    fresh: Vec<Fresh>,
 }
 
 impl Pass for UpdatePass<'_, '_, '_> {
@@ -345,6 +363,17 @@ impl Pass for UpdatePass<'_, '_, '_> {
     fn target(&self, bucket: usize) -> &DurableFile {
         let bucket = &self.update.buckets[bucket];
         &bucket.files[1 - bucket.live]
+    }
+
+    fn written(&mut self, bucket: usize) {
+        let Update { layout, buckets, id, generation, .. } = self.update;
+        let slot = 1 - buckets[bucket].live;
+        let identity = Identity { id, bucket, generation };
+        let table = std::mem::take(&mut self.tables[bucket]);
+        let head = SlotHead { identity, slot, shape: layout.slot(bucket), table };
+        let (bytes, head_crc) = head.encode();
+        self.sealer.seal(&buckets[bucket].files[slot], bytes);
+        self.fresh.push(Fresh { bucket, table: head.table, head_crc });
     }
 
     fn work(&mut self, chunk: Chunk, [main, avg, sq]: Sections<'_>) -> Result<(), OptimError> {
