@@ -62,6 +62,11 @@ impl Rule {
         }
     }
 
+    /// The constants, in the order in which the kernels take them.
+    pub(crate) fn constants(&self) -> [f32; 10] {
+        let Rule { unscale, clip, shrink, l2, slope, beta2, mix2, step, correction, eps } = *self;
+        [unscale, clip, shrink, l2, slope, beta2, mix2, step, correction, eps]
+    }
     #[inline(always)]
     fn advance(&self, grad: &[f32], main: &mut [f32], avg: &mut [f32], sq: &mut [f32]) {
         let Rule { unscale, clip, shrink, l2, slope, beta2, mix2, step, correction, eps } = *self;

@@ -52,6 +52,8 @@
 mod adam;
 mod bf16;
 mod create;
+#[allow(dead_code, reason = "steps run on the CPU alone so far")]
+mod cuda;
 mod error;
 mod files;
 mod layout;
@@ -60,6 +62,9 @@ mod norm;
 mod open;
 mod options;
 mod quant;
+#[cfg(any(feature = "bench", feature = "gpu-test"))]
+#[doc(hidden)]
+pub mod raw;
 mod record;
 mod ring;
 mod seal;

@@ -1,5 +1,7 @@
 //! The global gradient norm, independent of threads, buckets and chunks.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use crate::OptimError;
@@ -10,7 +12,7 @@ use crate::simd::{Compiled, InstructionSet};
 
 /// Elements under one partial sum, counted from the start of each parameter. Part of what makes the norm
 /// reproducible: shards cut at multiples of it give the same sums.
-const NORM_BLOCK: usize = 65_536;
+pub(crate) const NORM_BLOCK: usize = 65_536;
 
 /// Accumulators of a partial sum: element `i` of a block goes to number `i % LANES`. Fixed, and few enough to stay in a
 /// core's first cache, so that every instruction set and the GPU (`adam.cu`, four to a thread) add in the same order.
@@ -46,7 +48,7 @@ pub(crate) fn parts<'a>(
     let blocks: Vec<(usize, usize, Gradient<'_>)> = grads
         .filter_map(|(param, (grad, first))| grad.map(|grad| (param, first, grad)))
         .flat_map(|(param, first, grad)| {
-            pieces(first..first + grad.len(), NORM_BLOCK).map(move |range| {
+            blocks(first, grad.len()).map(move |range| {
                 (param, range.start / NORM_BLOCK, grad.slice(range.start - first..range.end - first))
             })
         })
@@ -54,6 +56,11 @@ pub(crate) fn parts<'a>(
     let sum =
         |&(param, block, grad): &_| NormPart { param, block, sum: sum_of_squares(grad, unscale(scale)) };
     blocks.par_iter().map(sum).collect()
+}
+
+/// Which elements of a parameter are in each block, of the `n` from `first` on.
+pub(crate) fn blocks(first: usize, n: usize) -> impl Iterator<Item = Range<usize>> {
+    pieces(first..first + n, NORM_BLOCK).filter(|range| !range.is_empty())
 }
 
 /// `min(1, max_norm / (norm + 1e-6))`, the coefficient of `torch.nn.utils.clip_grad_norm_`.

@@ -107,6 +107,12 @@ const fn lowest_codes(bounds: &[f32; 256], zero: usize) -> [u8; 2 * BINS] {
     lowest
 }
 
+/// The tables as CUDA declarations, which `adam.cu` stands behind.
+pub(crate) fn cuda_source() -> String {
+    let bins = format!("#define LOWEST_BIN {LOWEST}u\n#define BINS {}\n", 2 * BINS);
+    bins + &SIGNED.cuda_source("SIGNED") + &UNSIGNED.cuda_source("UNSIGNED")
+}
+
 /// Which bin a quotient lies in.
 #[inline(always)]
 fn bin(quotient: f32) -> u16 {
@@ -151,6 +157,22 @@ impl Map {
         for (value, code) in values.iter_mut().zip(codes) {
             *value = self.values[usize::from(*code)] * scale;
         }
+    }
+
+    fn cuda_source(&self, name: &str) -> String {
+        let table = |table: &str, words: &mut dyn Iterator<Item = u32>| {
+            let mut text = format!("__device__ const unsigned {name}_{table}[] = {{");
+            words.for_each(|word| text += &format!("{word:#x},"));
+            text + "};\n"
+        };
+        let lowest = self.lowest.as_chunks().0.iter().map(|four| u32::from_le_bytes(*four));
+        [
+            table("VALUES", &mut self.values.iter().map(|value| value.to_bits())),
+            table("BOUNDS", &mut self.bounds.iter().map(|bound| bound.to_bits())),
+            table("LOWEST", &mut { lowest }),
+            format!("#define {name}_ZERO {}\n", self.zero),
+        ]
+        .concat()
     }
 
     /// The code of zero.

@@ -85,6 +85,16 @@ impl Gpu {
         self.capability
     }
 
+    /// Multiprocessors, over which the blocks of a grid are spread.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Cuda`].
+    pub fn multiprocessors(&self) -> Result<u32, StoreError> {
+        let count = self.context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+        count.map(i32::unsigned_abs).map_err(|e| failed("ask how many multiprocessors there are", e))
+    }
+
     /// The context, for callers that use cudarc themselves.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.context

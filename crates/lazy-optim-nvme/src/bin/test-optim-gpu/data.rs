@@ -1,0 +1,45 @@
+//! Values of every kind that an update may meet.
+
+/// A generator of numbers (splitmix64).
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+
+    /// Mostly ordinary numbers; now and then a zero of either sign, a subnormal or a huge one.
+    fn value(&mut self) -> f32 {
+        let sign = if self.below(2) == 0 { 1.0 } else { -1.0 };
+        let unit = (self.next() >> 40) as f32 / (1u64 << 24) as f32;
+        let size = match self.below(64) {
+            0 => 0.0,
+            1 => f32::from_bits(self.below(1 << 23) as u32),
+            2 => unit * 1e18,
+            3..16 => unit * 1e-12,
+            _ => unit,
+        };
+        sign * size
+    }
+
+    pub(crate) fn values(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.value()).collect()
+    }
+
+    /// Values that are not negative.
+    pub(crate) fn squares(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.value().powi(2)).collect()
+    }
+
+    /// Bits of bfloat16, cut off: which ones does not matter.
+    pub(crate) fn halves(&mut self, n: usize) -> Vec<u16> {
+        (0..n).map(|_| (self.value().to_bits() >> 16) as u16).collect()
+    }
+}

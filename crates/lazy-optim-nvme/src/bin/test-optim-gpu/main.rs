@@ -1,0 +1,52 @@
+//! The optimizer's tests on a GPU: one program that needs nothing but the driver and NVRTC, to be run where a GPU is.
+//!
+//! `test-optim-gpu` prints a line for each test and a count, and fails where one fails.
+
+#![allow(clippy::print_stdout, reason = "prints the results of its tests")]
+
+#[path = "../../../tests/common/cases.rs"]
+mod cases;
+mod data;
+mod tests;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use lazy_optim_nvme::raw::Kernels;
+use lazy_store::BoxError;
+use lazy_store::cuda::Gpu;
+
+fn open() -> Result<(Gpu, Kernels), BoxError> {
+    let gpu = Gpu::open(0)?;
+    let kernels = Kernels::new(&gpu)?;
+    Ok((gpu, kernels))
+}
+
+fn main() -> ExitCode {
+    let start = Instant::now();
+    let (gpu, kernels) = match open() {
+        Ok(opened) => opened,
+        Err(error) => {
+            println!("no tests ran: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    println!("{gpu:?}, compute capability {:?}", gpu.capability());
+    println!("kernels in {:.2} s", start.elapsed().as_secs_f64());
+    let (mut passed, mut failed) = (0, 0);
+    for (name, test) in tests::ALL {
+        let start = Instant::now();
+        match test(&kernels) {
+            Ok(said) => {
+                passed += 1;
+                println!("ok     {name} ({:.2} s) {said}", start.elapsed().as_secs_f64());
+            }
+            Err(error) => {
+                failed += 1;
+                println!("FAILED {name}: {error}");
+            }
+        }
+    }
+    println!("{passed} passed, {failed} failed");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
