@@ -117,8 +117,8 @@ fn a_power_cut_anywhere_in_making_a_store_leaves_all_of_it_or_none() {
 #[test]
 fn a_power_cut_anywhere_in_a_step_leaves_the_state_before_or_after() {
     let fixture = Fixture::new();
-    // The record confirmed, 5 chunks of 3 sections, 3 heads, the new record, and a flush for all but the chunks.
-    let operations = 2 + 15 + 6 + 2;
+    // The record and the names confirmed, 5 chunks of 3 sections, 3 heads, the new record, and a flush for all but the chunks.
+    let operations = 3 + 15 + 6 + 2;
     let mut seen = Vec::new();
     // Each once, and many tears of the new record.
     let cuts = (0..=operations).map(|k| (k, k)).chain((0..24).map(|seed| (operations - 1, 100 + seed)));
@@ -172,8 +172,8 @@ fn the_commit_comes_after_every_flush_and_each_slot_is_flushed_once() {
 #[test]
 fn a_failed_flush_latches_and_what_was_not_flushed_is_never_relied_on() {
     let fixture = Fixture::new();
-    // The flushes of a first step after opening: record confirmed, three slots, record.
-    for nth in 0..5 {
+    // The flushes of a first step after opening: record and names confirmed, three slots, record.
+    for nth in 0..6 {
         for k in 0.. {
             let faults = Faults::new(k);
             let mut adam = fixture.rewind(&faults);

@@ -40,13 +40,27 @@ pub enum OptimError {
     },
     /// The folder's store was never finished.
     #[error(
-        "{} holds optimizer state whose creation was interrupted; it was never used: remove the folder and create \
-         it again",
+        "{} holds optimizer state whose creation or loading was interrupted: load a generation again, replacing it, \
+         or remove the files adam.* and bucket-* there and create it again",
         dir.display()
     )]
     Incomplete {
         /// The folder.
         dir: PathBuf,
+    },
+    /// A generation of that name is there already.
+    #[error("{} exists already; save under another name, or remove that generation first", path.display())]
+    GenerationExists {
+        /// Its folder.
+        path: PathBuf,
+    },
+    /// A file or folder of a generation cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file or folder.
+        path: PathBuf,
+        /// The reason.
+        source: std::io::Error,
     },
     /// The store was made for other parameters or another cut.
     #[error(

@@ -9,6 +9,10 @@
 //! before it or the state after it, with the step counts and the caller's blob of that same instant, and refuses
 //! damaged, swapped or stale files by name. The price is twice the space of the state.
 //!
+//! **Checkpoints.** [`NvmeAdam::save`] gives the committed slots a second name in a folder of their own, a [`Generation`]; no
+//! data is copied, and steps may be taken meanwhile. [`generations`] lists them, [`NvmeAdam::load`] makes a store of one.
+//! After any crash each generation is whole or absent.
+//!
 //! **The same bits, however it is cut.** Neither bucket, chunk, ring depth nor thread count changes a result.
 //!
 //! ```
@@ -35,6 +39,7 @@
 //!
 //! // Another process goes on from the last committed step.
 //! let mut adam = NvmeAdam::open(&dir, &params, &options)?;
+//! let saving = adam.save("step-200")?;
 //! assert_eq!(adam.blob(), 200u64.to_le_bytes());
 //! let mut resumed = [0.0f32];
 //! adam.read_weights(&mut |_param, first, values| {
@@ -42,6 +47,8 @@
 //! })?;
 //! assert_eq!(resumed, w);
 //! assert!((w[0] - 3.0).abs() < 0.1);
+//! saving.wait()?;
+//! assert_eq!(lazy_optim_nvme::generations(&dir)?[0].name, "step-200");
 //! # Ok(())
 //! # }
 //! ```
@@ -57,6 +64,8 @@ mod cuda;
 mod error;
 mod files;
 mod layout;
+mod load;
+mod manifest;
 mod moments;
 mod norm;
 mod open;
@@ -66,10 +75,13 @@ mod quant;
 #[doc(hidden)]
 pub mod raw;
 mod record;
+mod retire;
 mod ring;
+mod save;
 mod seal;
 mod simd;
 mod slot;
+mod source;
 mod state;
 mod step;
 mod wire;
@@ -84,6 +96,9 @@ extern crate self as lazy_optim_nvme;
 mod crash;
 
 #[cfg(test)]
+mod crash_save;
+
+#[cfg(test)]
 #[path = "../tests/common/mod.rs"]
 mod common;
 
@@ -94,11 +109,13 @@ pub use adam::{Gradient, WeightsOut};
 pub use error::OptimError;
 pub use lazy_store::durable::IoOptions;
 pub use lazy_store::{Bytes, NvmeMode, Seconds, Span};
+pub use load::LoadOptions;
 pub use moments::Moments;
 pub use norm::{NormPart, combine_norm};
 pub use options::{
     AdamOptions, GroupOptions, ParamSpec, Part, Shard, StatePart, StepInput, StepOutcome, StepSeconds,
 };
+pub use save::{Generation, Saving, generations};
 pub use state::NvmeAdam;
 
 /// Largest blob a step may commit, in bytes.

@@ -11,7 +11,7 @@ use crate::ring::Ring;
 use crate::slot::{self, SlotHead, SlotShape};
 use crate::state::Bucket;
 use crate::wire::Damage;
-use crate::{AdamOptions, NvmeAdam, OptimError, ParamSpec};
+use crate::{AdamOptions, NvmeAdam, OptimError, ParamSpec, save};
 
 impl NvmeAdam {
     /// Opens the last committed state. Refuses, naming the first difference, parameters or a bucket size other than
@@ -30,6 +30,7 @@ impl NvmeAdam {
         params: &[ParamSpec],
         options: &AdamOptions,
     ) -> Result<Self, OptimError> {
+        save::sweep(&dir)?;
         let asked = Layout::new(params, options.bucket_elements)?;
         let ring = Ring::new(&asked, options)?;
         let folder = || dir.path().to_path_buf();
@@ -112,14 +113,30 @@ fn open_bucket(
     for file in &files {
         check_length(file, shape.file_bytes())?;
     }
-    let Committed { slot: live, generation, head_crc } = *committed;
+    let (live, generation) = (committed.slot, committed.generation);
     let file = &files[live];
     let bytes = read_bytes(file, 0, shape.head_bytes())?;
-    let (head, crc) = SlotHead::decode(bytes.as_slice()).map_err(|damage| damaged(file, damage))?;
+    let head = check_head(file.path(), id, index, shape, committed, bytes.as_slice())?;
+    Ok(Bucket { files, live, generation, table: head.table })
+}
+
+/// Reads the head of a slot file and refuses any other than the one that was committed.
+pub(crate) fn check_head(
+    path: &Path,
+    id: &StoreId,
+    index: usize,
+    shape: SlotShape,
+    committed: &Committed,
+    bytes: &[u8],
+) -> Result<SlotHead, OptimError> {
+    let Committed { slot, generation, head_crc } = *committed;
+    let path = || path.to_path_buf();
+    let (head, crc) = SlotHead::decode(bytes)
+        .map_err(|damage| OptimError::Damaged { path: path(), what: damage.to_string() })?;
     let checks = [
         ("store id", hex(id), hex(&head.identity.id)),
         ("bucket", index.to_string(), head.identity.bucket.to_string()),
-        ("slot", live.to_string(), head.slot.to_string()),
+        ("slot", slot.to_string(), head.slot.to_string()),
         ("generation", generation.to_string(), head.identity.generation.to_string()),
         ("element count", shape.elements.to_string(), head.shape.elements.to_string()),
         ("format", format!("{:?}", shape.moments), format!("{:?}", head.shape.moments)),
@@ -127,8 +144,8 @@ fn open_bucket(
     ];
     for (field, wanted, found) in checks {
         if wanted != found {
-            return Err(wrong_file(file, field, wanted, found));
+            return Err(OptimError::WrongFile { path: path(), field, wanted, found });
         }
     }
-    Ok(Bucket { files, live, generation, table: head.table })
+    Ok(head)
 }

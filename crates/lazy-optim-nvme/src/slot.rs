@@ -27,6 +27,16 @@ pub(crate) fn file_name(bucket: usize, slot: usize) -> String {
     format!("bucket-{bucket:05}.slot-{slot}")
 }
 
+/// Whether a file is called as slots are.
+pub(crate) fn is_file_name(name: &str) -> bool {
+    let parts = name.strip_prefix("bucket-").and_then(|rest| rest.split_once(".slot-"));
+    parts.is_some_and(|(bucket, slot)| {
+        bucket.parse().is_ok_and(|bucket: usize| {
+            slot.parse().is_ok_and(|slot: usize| slot < 2 && name == file_name(bucket, slot))
+        })
+    })
+}
+
 /// Where things stand in the slot files of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SlotShape {

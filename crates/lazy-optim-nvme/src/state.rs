@@ -143,6 +143,8 @@ impl NvmeAdam {
             return Ok(Bytes::ZERO);
         }
         let written = self.write_record(&self.record, self.page)?;
+        // So may names of slots that were replaced.
+        self.dir.sync()?;
         self.confirmed = true;
         Ok(written)
     }

@@ -107,6 +107,8 @@ impl NvmeAdam {
             log.written += confirmed;
             log.span(Lane::NvmeWrite, "confirm the record".into(), started, Instant::now(), confirmed);
         }
+        self.latch = None;
+        self.replace_retired(&self.touched(grads))?;
         self.latch = Some(Latch { reason: interrupted(), reopen: false });
         let mut sealer = Sealer::default();
         let updated = self.update(grads, input, outcome.clip_coefficient, out, &mut sealer, log);
@@ -137,9 +139,17 @@ impl NvmeAdam {
     }
 
     /// Notes a failure for the steps to come, and passes it on.
-    fn latched(&mut self, error: OptimError, reopen: bool) -> OptimError {
+    pub(crate) fn latched(&mut self, error: OptimError, reopen: bool) -> OptimError {
         self.latch = Some(Latch { reason: error.to_string(), reopen });
         error
+    }
+
+    /// The buckets that hold an element with a gradient.
+    fn touched(&self, grads: &[Option<Gradient<'_>>]) -> Vec<usize> {
+        let touched = |bucket: &usize| {
+            self.layout.segments(self.layout.bucket(*bucket)).any(|s| grads[s.param].is_some())
+        };
+        (0..self.buckets.len()).filter(touched).collect()
     }
 
     /// Updates every bucket that has a gradient from its committed slot into the other, and has those sealed.
@@ -156,9 +166,7 @@ impl NvmeAdam {
         let rules = params.map(|((param, count), grad)| {
             grad.map(|_| Rule::new(&input.groups[param.group], count + 1, input.scale, clip))
         });
-        let touched: Vec<usize> = (0..self.buckets.len())
-            .filter(|b| self.layout.segments(self.layout.bucket(*b)).any(|s| grads[s.param].is_some()))
-            .collect();
+        let touched = self.touched(grads);
         let update = Update {
             layout: &self.layout,
             buckets: &self.buckets,
