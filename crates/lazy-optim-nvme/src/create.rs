@@ -9,13 +9,13 @@ use lazy_model::Bytes;
 use lazy_store::durable::{DurableDir, DurableFile};
 
 use crate::files::{LAYOUT_FILE, RECORD_FILE, open_dir, write_bytes};
+use crate::home::{self, Bucket, Home, Memory, Slots};
 use crate::layout::{Layout, StoreId, layout_file_bytes};
 use crate::moments::Moment;
-use crate::record::{self, Committed, Record};
+use crate::record::{self, Committed, Record, Standing};
 use crate::ring::{Chunk, Log, Pass, Ring, Sections};
-use crate::slot::{self, BLOCK, BlockSums, Identity, SECTIONS, SlotHead, SlotShape};
-use crate::state::Bucket;
-use crate::{AdamOptions, NvmeAdam, OptimError, ParamSpec};
+use crate::slot::{self, BLOCK, BlockSums, Identity, SECTIONS, SlotHead};
+use crate::{AdamOptions, Durability, NvmeAdam, OptimError, ParamSpec};
 
 impl NvmeAdam {
     /// Makes a store in `dir` and seals the initial state to disk, chunk by chunk: `init(param, first, values)` fills
@@ -38,6 +38,7 @@ impl NvmeAdam {
         options: &AdamOptions,
         init: &mut dyn FnMut(usize, usize, &mut [f32]),
     ) -> Result<Self, OptimError> {
+        home::check(options)?;
         let layout = Layout::new(params, options.bucket_elements)?;
         let mut ring = Ring::new(&layout, options)?;
         if dir.exists(LAYOUT_FILE)? || dir.exists(RECORD_FILE)? {
@@ -48,10 +49,22 @@ impl NvmeAdam {
             return Err(OptimError::NoSpace { dir: dir.path().to_path_buf(), needed, free });
         }
         let (id, mut made) = (new_id(), Vec::new());
-        match seal(&dir, &layout, &mut ring, init, &mut made, id) {
+        match seal(&dir, &layout, options, &mut ring, init, &mut made, id) {
             Ok((buckets, record_file, record)) => {
-                let (page, confirmed, latch) = (0, true, None);
-                Ok(NvmeAdam { dir, id, layout, ring, buckets, record_file, page, record, confirmed, latch })
+                let (page, confirmed, latch, durability) = (0, true, None, options.durability);
+                Ok(NvmeAdam {
+                    dir,
+                    id,
+                    layout,
+                    ring,
+                    buckets,
+                    record_file,
+                    page,
+                    record,
+                    confirmed,
+                    latch,
+                    durability,
+                })
             }
             Err(error) => {
                 for name in made {
@@ -70,6 +83,7 @@ impl NvmeAdam {
 fn seal(
     dir: &DurableDir,
     layout: &Layout,
+    options: &AdamOptions,
     ring: &mut Ring,
     init: &mut dyn FnMut(usize, usize, &mut [f32]),
     made: &mut Vec<String>,
@@ -85,9 +99,22 @@ fn seal(
     write_bytes(&layout_file, 0, &layout_bytes)?;
     let record_file = make(RECORD_FILE, record::page_bytes(layout) * 2)?;
     let mut buckets = Vec::with_capacity(layout.bucket_count());
-    for (index, bytes) in layout.slots().map(SlotShape::file_bytes).enumerate() {
-        let files = [make(&slot::file_name(index, 0), bytes)?, make(&slot::file_name(index, 1), bytes)?];
-        buckets.push(Bucket { files, live: 0, generation: 0, table: Vec::new() });
+    let in_memory = home::in_memory(layout, options).0;
+    for (index, shape) in layout.slots().enumerate() {
+        let home = if index < in_memory {
+            Home::Host(Memory::new(shape)?)
+        } else {
+            let mut slot = |slot| make(&slot::file_name(index, slot), shape.file_bytes());
+            // The first slot is written now.
+            Home::Nvme(match options.durability {
+                Durability::Step => {
+                    let first = slot(0)?;
+                    Slots::two(1, slot(1)?, first)
+                }
+                Durability::Checkpoint => Slots::in_place(0, slot(0)?),
+            })
+        };
+        buckets.push(Bucket { home, generation: 0, table: Vec::new() });
     }
     let all: Vec<usize> = (0..buckets.len()).collect();
     let tables = vec![Vec::new(); buckets.len()];
@@ -96,17 +123,25 @@ fn seal(
     let tables = pass.tables;
     let mut committed = Vec::with_capacity(buckets.len());
     for ((index, bucket), table) in buckets.iter_mut().enumerate().zip(tables) {
+        let Home::Nvme(slots) = &mut bucket.home else {
+            committed.push(Committed { slot: 0, generation: 0, head_crc: 0 });
+            continue;
+        };
         let identity = Identity { id, bucket: index, generation: 0 };
         let head = SlotHead { identity, slot: 0, shape: layout.slot(index), table };
         let (bytes, head_crc) = head.encode();
-        write_bytes(&bucket.files[0], 0, &bytes)?;
+        slots.turn();
+        write_bytes(slots.source(), 0, &bytes)?;
         committed.push(Committed { slot: 0, generation: 0, head_crc });
         bucket.table = head.table;
     }
     dir.sync()?;
     let step_counts = vec![0; layout.params().len()];
+    // What is in RAM is on disk only in what is saved.
+    let standing = if in_memory > 0 { Standing::Begun } else { Standing::of(options.durability) };
+    let (groups, blob) = (Vec::new(), Vec::new());
     let record =
-        Record { id, layout_crc, sequence: 0, buckets: committed, step_counts, groups: vec![], blob: vec![] };
+        Record { id, layout_crc, standing, sequence: 0, buckets: committed, step_counts, groups, blob };
     write_bytes(&record_file, 0, &record.encode())?;
     Ok((buckets, record_file, record))
 }
@@ -120,17 +155,13 @@ struct SealMains<'a> {
     tables: Vec<Vec<BlockSums>>,
 }
 
-impl Pass for SealMains<'_> {
+impl<'b> Pass<'b> for SealMains<'b> {
     const READS: usize = 0;
     const WRITES: usize = SECTIONS.len();
     const NAME: &'static str = "initialise";
 
-    fn source(&self, bucket: usize) -> &DurableFile {
-        &self.buckets[bucket].files[0]
-    }
-
-    fn target(&self, bucket: usize) -> &DurableFile {
-        &self.buckets[bucket].files[0]
+    fn home(&self, bucket: usize) -> &'b Home {
+        &self.buckets[bucket].home
     }
 
     fn work(&mut self, chunk: Chunk, sections: Sections<'_>) -> Result<(), OptimError> {
@@ -145,6 +176,9 @@ impl Pass for SealMains<'_> {
         for (moment, section) in [(Moment::First, &mut *avg), (Moment::Second, &mut *sq)] {
             let blocks = section.chunks_mut(slot.moments.block_bytes());
             blocks.for_each(|block| slot.moments.fill_zero(moment, block));
+        }
+        if self.buckets[chunk.bucket].slots().is_none() {
+            return Ok(());
         }
         let identity = Identity { id: self.id, bucket: chunk.bucket, generation: 0 };
         let blocks = slot.blocks_of([&*main, &*avg, &*sq]).enumerate();

@@ -74,6 +74,18 @@ pub enum OptimError {
         /// The first difference.
         difference: String,
     },
+    /// The state was kept with [`Durability::Checkpoint`](crate::Durability::Checkpoint), and steps were taken after the last save.
+    #[error(
+        "the optimizer state in {} is of no one step: it is kept from save to save (durability = checkpoint), the last was \
+         after step {sequence}, and a step was begun after that; load what was saved",
+        dir.display()
+    )]
+    NotKept {
+        /// The folder.
+        dir: PathBuf,
+        /// Steps taken up to the last save, or creation.
+        sequence: u64,
+    },
     /// Not enough free space for all files of the store.
     #[error(
         "the optimizer state needs {needed} ({} bytes) in {}, where {free} ({} bytes) are free; free space or \

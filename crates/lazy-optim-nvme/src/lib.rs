@@ -2,7 +2,7 @@
 //!
 //! The twelve bytes a parameter of optimizer state are cut into buckets, kept in files, and streamed through a small
 //! ring of buffers: while one chunk is updated, the next is read and the one before is written. Memory is
-//! [`NvmeAdam::ring_bytes`], whatever the model. The arithmetic is that of `torch.optim.AdamW` and `torch.optim.Adam`.
+//! [`NvmeAdam::memory_bytes`], whatever the model. The arithmetic is that of `torch.optim.AdamW` and `torch.optim.Adam`.
 //!
 //! **Old or new, never a mix.** Each bucket has two slot files. A step reads one and writes the other, flushes them,
 //! and then commits with a single checksummed record. Whatever cuts a step short, [`NvmeAdam::open`] finds the state
@@ -53,6 +53,10 @@
 //! # }
 //! ```
 //!
+//! **Where state is.** With [`Durability::Checkpoint`] a step updates the state in place and commits nothing: half the space,
+//! fewer flushes, and what was saved last survives. Buckets may then live in RAM ([`AdamOptions::host`]). Moments take four bytes
+//! each, two, or one ([`Moments`], by parameter). None of that changes a bit of what the others compute.
+//!
 //! Memory besides the ring: twelve bytes of checksums for every 16,384 elements, and the caller's gradients. Each bucket
 //! keeps two files open. The formats are in `docs/formats.md`.
 
@@ -63,6 +67,7 @@ mod create;
 mod cuda;
 mod error;
 mod files;
+mod home;
 mod layout;
 mod load;
 mod manifest;
@@ -113,7 +118,8 @@ pub use load::LoadOptions;
 pub use moments::Moments;
 pub use norm::{NormPart, combine_norm};
 pub use options::{
-    AdamOptions, GroupOptions, ParamSpec, Part, Shard, StatePart, StepInput, StepOutcome, StepSeconds,
+    AdamOptions, Durability, GroupOptions, ParamSpec, Part, Shard, StatePart, StepInput, StepOutcome,
+    StepSeconds,
 };
 pub use save::{Generation, Saving, generations};
 pub use state::NvmeAdam;

@@ -6,10 +6,12 @@ use lazy_model::Bytes;
 use lazy_store::durable::DurableDir;
 
 use crate::files::{LAYOUT_FILE, RECORD_FILE, open_dir, write_bytes};
+use crate::home;
 use crate::layout::{Layout, layout_file_bytes};
+use crate::record::{self, Record, Standing};
 use crate::slot::{self, SlotShape};
 use crate::source::Source;
-use crate::{AdamOptions, NvmeAdam, OptimError, ParamSpec, record, save};
+use crate::{AdamOptions, Durability, NvmeAdam, OptimError, ParamSpec, save};
 
 /// What loading may do besides what is harmless.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,6 +49,7 @@ impl NvmeAdam {
         options: &AdamOptions,
         load: LoadOptions,
     ) -> Result<Self, OptimError> {
+        home::check(options)?;
         let layout = Layout::new(params, options.bucket_elements)?;
         save::sweep(&dir)?;
         let old = old_files(&dir)?;
@@ -57,16 +60,18 @@ impl NvmeAdam {
             return Err(OptimError::LayoutMismatch { dir: source.path.clone(), difference });
         }
         let encoded = layout_file_bytes(layout.encode(&source.manifest.id).0.len());
-        let needed = layout.slots().map(SlotShape::file_bytes).sum::<Bytes>()
-            + encoded
-            + record::page_bytes(&layout) * 2;
+        let other_slots = match options.durability {
+            Durability::Step => layout.slots().map(SlotShape::file_bytes).sum(),
+            Durability::Checkpoint => Bytes::ZERO,
+        };
+        let needed = other_slots + encoded + record::page_bytes(&layout) * 2;
         let free = dir.free_space()? + freed(&dir, &old)?;
         if needed > free {
             return Err(OptimError::NoSpace { dir: dir.path().to_path_buf(), needed, free });
         }
         remove_old(&dir, &old)?;
         let mut made = Vec::new();
-        if let Err(error) = link(source, &dir, &mut made) {
+        if let Err(error) = link(source, &dir, options.durability, &mut made) {
             for name in made {
                 // The first error is the one to report; a file left behind is refused by name next time.
                 let _ = dir.remove(&name);
@@ -110,7 +115,12 @@ fn remove_old(dir: &DurableDir, old: &[String]) -> Result<(), OptimError> {
 }
 
 /// Makes a store of the generation's own slot files, without copying them.
-fn link(source: &Source, dir: &DurableDir, made: &mut Vec<String>) -> Result<(), OptimError> {
+fn link(
+    source: &Source,
+    dir: &DurableDir,
+    durability: Durability,
+    made: &mut Vec<String>,
+) -> Result<(), OptimError> {
     let manifest = &source.manifest;
     let (layout, _) = manifest.layout.encode(&manifest.id);
     let mut make = |name: String, bytes| {
@@ -121,7 +131,8 @@ fn link(source: &Source, dir: &DurableDir, made: &mut Vec<String>) -> Result<(),
     let file = make(LAYOUT_FILE.into(), layout_file_bytes(layout.len()))?;
     write_bytes(&file, 0, &layout)?;
     let record = make(RECORD_FILE.into(), record::page_bytes(&manifest.layout) * 2)?;
-    for (index, bytes) in manifest.layout.slots().map(SlotShape::file_bytes).enumerate() {
+    let other_slots = if durability == Durability::Step { manifest.layout.bucket_count() } else { 0 };
+    for (index, bytes) in manifest.layout.slots().map(SlotShape::file_bytes).enumerate().take(other_slots) {
         let other = slot::file_name(index, 1 - manifest.record.buckets[index].slot);
         make(other, bytes)?;
     }
@@ -131,6 +142,7 @@ fn link(source: &Source, dir: &DurableDir, made: &mut Vec<String>) -> Result<(),
         made.push(name);
     }
     dir.sync()?;
-    write_bytes(&record, 0, &manifest.record.encode())?;
+    let standing = Standing::of(durability);
+    write_bytes(&record, 0, &Record { standing, ..manifest.record.clone() }.encode())?;
     Ok(())
 }

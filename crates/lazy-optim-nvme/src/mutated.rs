@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 
 use crate::layout::Layout;
-use crate::record::{Committed, Record};
+use crate::record::{Committed, Record, Standing};
 use crate::slot::{Identity, SlotHead, SlotShape};
 use crate::{GroupOptions, Moments, ParamSpec};
 
@@ -84,7 +84,8 @@ proptest! {
     ) {
         let buckets = vec![Committed { slot: 1, generation: 77, head_crc: 5 }; buckets];
         let groups = vec![GroupOptions::default(); groups];
-        let good = Record { id: [3; 16], layout_crc: 8, sequence: 77, buckets, step_counts, groups, blob }.encode();
+        let (id, standing) = ([3; 16], Standing::Saved);
+        let good = Record { id, layout_crc: 8, standing, sequence: 77, buckets, step_counts, groups, blob }.encode();
         check(&good, &changes, |bytes| Record::decode(bytes).ok(), Record::encode)?;
     }
 

@@ -5,13 +5,13 @@ use std::path::Path;
 use lazy_store::durable::{DurableDir, DurableFile};
 
 use crate::files::{LAYOUT_FILE, RECORD_FILE, check_length, damaged, hex, open_dir, read_bytes, wrong_file};
+use crate::home::{self, Bucket, Home, Slots};
 use crate::layout::{Layout, StoreId};
-use crate::record::{self, Committed, Record};
+use crate::record::{self, Committed, Record, Standing};
 use crate::ring::Ring;
-use crate::slot::{self, SlotHead, SlotShape};
-use crate::state::Bucket;
+use crate::slot::{self, Identity, SlotHead, SlotShape};
 use crate::wire::Damage;
-use crate::{AdamOptions, NvmeAdam, OptimError, ParamSpec, save};
+use crate::{AdamOptions, Durability, NvmeAdam, OptimError, ParamSpec, save};
 
 impl NvmeAdam {
     /// Opens the last committed state. Refuses, naming the first difference, parameters or a bucket size other than
@@ -30,6 +30,7 @@ impl NvmeAdam {
         params: &[ParamSpec],
         options: &AdamOptions,
     ) -> Result<Self, OptimError> {
+        home::check(options)?;
         save::sweep(&dir)?;
         let asked = Layout::new(params, options.bucket_elements)?;
         let ring = Ring::new(&asked, options)?;
@@ -56,12 +57,42 @@ impl NvmeAdam {
         if record.buckets.len() != layout.bucket_count() || record.step_counts.len() != params.len() {
             return Err(damaged(&record_file, Damage::Field));
         }
+        let durability = match record.standing {
+            Standing::Committed => Durability::Step,
+            Standing::Saved => Durability::Checkpoint,
+            Standing::Begun => return Err(OptimError::NotKept { dir: folder(), sequence: record.sequence }),
+        };
+        if durability != options.durability {
+            let difference =
+                format!("durability is {durability:?} on disk, {:?} asked for", options.durability);
+            return Err(OptimError::LayoutMismatch { dir: folder(), difference });
+        }
+        let in_memory = home::in_memory(&layout, options).0;
         let mut buckets = Vec::with_capacity(record.buckets.len());
         for (index, committed) in record.buckets.iter().enumerate() {
-            buckets.push(open_bucket(&dir, &id, index, layout.slot(index), committed)?);
+            let mut bucket = open_bucket(&dir, &id, index, durability, layout.slot(index), committed)?;
+            if index < in_memory {
+                bucket.move_in(
+                    layout.slot(index),
+                    Identity { id, bucket: index, generation: bucket.generation },
+                )?;
+            }
+            buckets.push(bucket);
         }
         let (confirmed, latch) = (false, None);
-        Ok(NvmeAdam { dir, id, layout, ring, buckets, record_file, page, record, confirmed, latch })
+        Ok(NvmeAdam {
+            dir,
+            id,
+            layout,
+            ring,
+            buckets,
+            record_file,
+            page,
+            record,
+            confirmed,
+            latch,
+            durability,
+        })
     }
 }
 
@@ -87,7 +118,8 @@ fn newest_record(dir: &DurableDir, file: &DurableFile, layout: &Layout) -> Resul
     for page in 0..2 {
         let bytes = read_bytes(file, page * page_bytes.0, page_bytes)?;
         match Record::decode(bytes.as_slice()) {
-            Ok(record) if newest.as_ref().is_none_or(|(_, n)| n.sequence < record.sequence) => {
+            // Of two of one sequence, the one that says that a step was begun is the later one.
+            Ok(record) if newest.as_ref().is_none_or(|(_, n)| n.is_before(&record)) => {
                 newest = Some((page, record));
             }
             Ok(_) => {}
@@ -106,18 +138,24 @@ fn open_bucket(
     dir: &DurableDir,
     id: &StoreId,
     index: usize,
+    durability: Durability,
     shape: SlotShape,
     committed: &Committed,
 ) -> Result<Bucket, OptimError> {
-    let files = [dir.open_file(&slot::file_name(index, 0))?, dir.open_file(&slot::file_name(index, 1))?];
-    for file in &files {
-        check_length(file, shape.file_bytes())?;
-    }
-    let (live, generation) = (committed.slot, committed.generation);
-    let file = &files[live];
-    let bytes = read_bytes(file, 0, shape.head_bytes())?;
+    let open = |slot| {
+        let file = dir.open_file(&slot::file_name(index, slot))?;
+        check_length(&file, shape.file_bytes())?;
+        Ok::<_, OptimError>(file)
+    };
+    let (number, generation) = (committed.slot, committed.generation);
+    let file = open(number)?;
+    let bytes = read_bytes(&file, 0, shape.head_bytes())?;
     let head = check_head(file.path(), id, index, shape, committed, bytes.as_slice())?;
-    Ok(Bucket { files, live, generation, table: head.table })
+    let slots = match durability {
+        Durability::Step => Slots::two(number, file, open(1 - number)?),
+        Durability::Checkpoint => Slots::in_place(number, file),
+    };
+    Ok(Bucket { home: Home::Nvme(slots), generation, table: head.table })
 }
 
 /// Reads the head of a slot file and refuses any other than the one that was committed.

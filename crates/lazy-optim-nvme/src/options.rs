@@ -111,7 +111,20 @@ impl Default for GroupOptions {
     }
 }
 
-/// How the state is cut and streamed.
+/// What a step leaves on disk. Fixed when the store is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// Every step commits: whatever cuts it short, the state before it or after it is there. Takes twice the space of the
+    /// state, and a flush of what was written each step.
+    #[default]
+    Step,
+    /// Steps update the state in place and commit nothing; the state of the last save is what survives. Takes the space of
+    /// the state once, and one flush after each save. A store that was stopped after that is refused by name when it is
+    /// opened.
+    Checkpoint,
+}
+
+/// How the state is cut, kept and streamed.
 #[derive(Clone, Debug)]
 pub struct AdamOptions {
     /// Elements in a bucket, the unit of the two slots; fixed when the store is made. A bucket holds moments of one format; with
@@ -123,6 +136,11 @@ pub struct AdamOptions {
     /// Chunks in the ring. 1 does one thing at a time; from 3 on reads, arithmetic and writes all overlap.
     /// Default 3.
     pub depth: usize,
+    /// What a step leaves on disk. Default: everything.
+    pub durability: Durability,
+    /// State that is at home in RAM: whole buckets, from the first on, as many as fit. It is on disk only in what was saved, so
+    /// this needs [`Durability::Checkpoint`]. Default none.
+    pub host: Bytes,
     /// How the files are read and written.
     pub io: IoOptions,
 }
@@ -133,6 +151,8 @@ impl Default for AdamOptions {
             bucket_elements: 200_000_000,
             chunk_bytes: Bytes::from_mib(16),
             depth: 3,
+            durability: Durability::Step,
+            host: Bytes::ZERO,
             io: IoOptions::default(),
         }
     }

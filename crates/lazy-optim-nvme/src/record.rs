@@ -4,7 +4,7 @@ use lazy_model::Bytes;
 
 use crate::layout::{Layout, PAGE, StoreId};
 use crate::wire::{Damage, OVERHEAD, Reader, Writer};
-use crate::{GroupOptions, MAX_BLOB_BYTES};
+use crate::{Durability, GroupOptions, MAX_BLOB_BYTES};
 
 const MAGIC: &[u8; 8] = b"LZADCOMM";
 const VERSION: u32 = 1;
@@ -23,11 +23,45 @@ pub(crate) struct Committed {
     pub(crate) head_crc: u32,
 }
 
+/// What a record says of the slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Standing {
+    /// They are the state, and steps write others.
+    Committed,
+    /// They are the state, until a step begins, which updates them in place.
+    Saved,
+    /// A step has begun since: they are of no one step.
+    Begun,
+}
+
+impl Standing {
+    /// That of slots which are the state.
+    pub(crate) fn of(durability: Durability) -> Self {
+        match durability {
+            Durability::Step => Standing::Committed,
+            Durability::Checkpoint => Standing::Saved,
+        }
+    }
+
+    fn code(self) -> u32 {
+        match self {
+            Standing::Committed => 0,
+            Standing::Saved => 1,
+            Standing::Begun => 2,
+        }
+    }
+
+    fn from_code(code: u32) -> Option<Self> {
+        [Self::Committed, Self::Saved, Self::Begun].into_iter().find(|standing| standing.code() == code)
+    }
+}
+
 /// One commit.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Record {
     pub(crate) id: StoreId,
     pub(crate) layout_crc: u32,
+    pub(crate) standing: Standing,
     pub(crate) sequence: u64,
     pub(crate) buckets: Vec<Committed>,
     /// Steps taken, by parameter.
@@ -44,9 +78,15 @@ pub(crate) fn page_bytes(layout: &Layout) -> Bytes {
 }
 
 impl Record {
+    /// Whether `other` was written after it.
+    pub(crate) fn is_before(&self, other: &Record) -> bool {
+        (self.sequence, self.standing == Standing::Begun)
+            < (other.sequence, other.standing == Standing::Begun)
+    }
+
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::new(MAGIC, VERSION);
-        writer.bytes(&self.id).u64(self.sequence).u32(self.layout_crc).u32(0);
+        writer.bytes(&self.id).u64(self.sequence).u32(self.layout_crc).u32(self.standing.code());
         writer.u32(self.buckets.len() as u32).u32(self.step_counts.len() as u32);
         writer.u32(self.groups.len() as u32).u32(self.blob.len() as u32);
         for bucket in &self.buckets {
@@ -68,14 +108,14 @@ impl Record {
         let id = reader.id()?;
         let sequence = reader.u64()?;
         let layout_crc = reader.u32()?;
-        let _reserved = reader.u32()?;
+        let standing = Standing::from_code(reader.u32()?).ok_or(Damage::Field)?;
         let [buckets, params, groups, blob] = [reader.u32()?, reader.u32()?, reader.u32()?, reader.u32()?];
         let buckets = (0..buckets).map(|_| read_bucket(&mut reader)).collect::<Result<_, _>>()?;
         let step_counts = (0..params).map(|_| reader.u64()).collect::<Result<_, _>>()?;
         let groups = (0..groups).map(|_| read_group(&mut reader)).collect::<Result<_, _>>()?;
         let blob = reader.bytes(blob as usize)?.to_vec();
         reader.finish()?;
-        Ok(Record { id, layout_crc, sequence, buckets, step_counts, groups, blob })
+        Ok(Record { id, layout_crc, standing, sequence, buckets, step_counts, groups, blob })
     }
 }
 
@@ -113,6 +153,7 @@ mod tests {
         let record = Record {
             id: [3; 16],
             layout_crc: 8,
+            standing: Standing::Begun,
             sequence: 77,
             buckets: vec![bucket; layout.bucket_count()],
             step_counts: (70..79).collect(),

@@ -2,6 +2,7 @@
 
 use lazy_model::Bytes;
 
+use crate::home::Home;
 use crate::{NvmeAdam, OptimError, slot};
 
 /// What a new slot file is called until it takes a retired one's place.
@@ -33,11 +34,10 @@ impl NvmeAdam {
     fn retired(&self, touched: &[usize]) -> Result<Vec<Retired>, OptimError> {
         let mut retired = Vec::new();
         for &index in touched {
-            let bucket = &self.buckets[index];
-            let slot = 1 - bucket.live;
-            if bucket.files[slot].names()? > 1 {
+            let Some(slots) = self.buckets[index].slots() else { continue };
+            if slots.target().names()? > 1 {
                 let bytes = self.layout.slot(index).file_bytes();
-                retired.push(Retired { bucket: index, name: slot::file_name(index, slot), bytes });
+                retired.push(Retired { bucket: index, name: slot::file_name(index, slots.next()), bytes });
             }
         }
         Ok(retired)
@@ -63,8 +63,10 @@ impl NvmeAdam {
     fn put_in_place(&mut self, retired: &[Retired]) -> Result<(), OptimError> {
         for slot in retired {
             self.dir.rename(&slot.fresh(), &slot.name)?;
-            let bucket = &mut self.buckets[slot.bucket];
-            bucket.files[1 - bucket.live] = self.dir.open_file(&slot.name)?;
+            let file = self.dir.open_file(&slot.name)?;
+            if let Home::Nvme(slots) = &mut self.buckets[slot.bucket].home {
+                slots.replace_target(file);
+            }
         }
         Ok(self.dir.sync()?)
     }

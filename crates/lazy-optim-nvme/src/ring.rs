@@ -5,11 +5,12 @@ use std::time::Instant;
 
 use lazy_model::{Bytes, Lane, Seconds, Span};
 
+use crate::home::{Home, Slots};
 use crate::layout::Layout;
 use crate::slot::{BLOCK, SECTIONS};
 use crate::{AdamOptions, Moments, OptimError};
 use lazy_store::StoreError;
-use lazy_store::durable::{AlignedBuf, DurableFile, Pending};
+use lazy_store::durable::{AlignedBuf, Pending};
 
 /// Longest single read or write, well under the 0x7fff_f000 bytes that Linux moves at most in one call.
 const MAX_TRANSFER: u64 = 1 << 30;
@@ -29,7 +30,7 @@ pub(crate) struct Chunk {
 pub(crate) type Sections<'a> = [&'a mut [u8]; 3];
 
 /// What a trip through the ring does to each chunk.
-pub(crate) trait Pass {
+pub(crate) trait Pass<'b> {
     /// Sections read, from `main` on.
     const READS: usize;
     /// Sections written, from `main` on.
@@ -37,10 +38,8 @@ pub(crate) trait Pass {
     /// What the arithmetic is called in traces.
     const NAME: &'static str;
 
-    /// The slot a bucket is read from.
-    fn source(&self, bucket: usize) -> &DurableFile;
-    /// The slot a bucket is written to.
-    fn target(&self, bucket: usize) -> &DurableFile;
+    /// Where a bucket is: read from its live slot, written to its next one, or worked on where it lies.
+    fn home(&self, bucket: usize) -> &'b Home;
     /// Works on a chunk's three sections, the bytes of `chunk.len` elements each; sections not read hold anything.
     fn work(&mut self, chunk: Chunk, sections: Sections<'_>) -> Result<(), OptimError>;
     /// All of a bucket's chunks are written.
@@ -170,7 +169,7 @@ impl Ring {
     }
 
     /// Sends every chunk through `pass`. Whatever happens, no transfer is in flight on return.
-    pub(crate) fn run<P: Pass>(
+    pub(crate) fn run<'b, P: Pass<'b>>(
         &mut self,
         layout: &Layout,
         chunks: impl Iterator<Item = Chunk>,
@@ -207,18 +206,34 @@ struct Trip<'a, P> {
     writing: VecDeque<Flight>,
 }
 
-impl<P: Pass> Trip<'_, P> {
+impl<'b, P: Pass<'b>> Trip<'_, P> {
     fn drive(&mut self, mut chunks: impl Iterator<Item = Chunk>) -> Result<(), OptimError> {
         loop {
             while self.reading.len() <= self.ring.ahead {
                 let Some(chunk) = chunks.next() else { break };
-                let buffers = self.free_buffers()?;
-                self.start_read(chunk, buffers);
+                let flight = match self.pass.home(chunk.bucket) {
+                    Home::Nvme(slots) => {
+                        let buffers = self.free_buffers()?;
+                        let file = slots.source();
+                        self.launch(chunk, buffers, P::READS, |offset, buffer| file.read_at(offset, buffer))
+                    }
+                    Home::Host(_) => {
+                        Flight { chunk, moving: Vec::new(), resting: Vec::new(), bytes: Bytes::ZERO }
+                    }
+                };
+                self.reading.push_back(flight);
             }
             let Some(flight) = self.reading.pop_front() else { break };
             let chunk = flight.chunk;
+            let slots = match self.pass.home(chunk.bucket) {
+                Home::Nvme(slots) => slots,
+                Home::Host(memory) => {
+                    self.work(chunk, memory.part(&mut memory.lock(), chunk))?;
+                    continue;
+                }
+            };
             let buffers = self.land(flight, Lane::NvmeRead)?;
-            self.work(chunk, buffers)?;
+            self.work_in_ring(chunk, buffers, slots)?;
         }
         while let Some(flight) = self.writing.pop_front() {
             let buffers = self.land_write(flight)?;
@@ -241,19 +256,12 @@ impl<P: Pass> Trip<'_, P> {
         }
     }
 
-    fn start_read(&mut self, chunk: Chunk, buffers: Buffers) {
-        let flight = self.launch(chunk, buffers, P::READS, |pass, offset, buffer| {
-            pass.source(chunk.bucket).read_at(offset, buffer)
-        });
-        self.reading.push_back(flight);
-    }
-
     fn launch(
         &self,
         chunk: Chunk,
         mut buffers: Buffers,
         sections: usize,
-        start: impl Fn(&P, u64, AlignedBuf) -> Pending,
+        start: impl Fn(u64, AlignedBuf) -> Pending,
     ) -> Flight {
         let shape = self.layout.slot(chunk.bucket);
         let resting = buffers.split_off(sections);
@@ -262,7 +270,7 @@ impl<P: Pass> Trip<'_, P> {
             let length = shape.padded(section, chunk.len);
             bytes += length;
             buffer.set_len(length.0 as usize);
-            start(self.pass, shape.offset(section, chunk.first), buffer)
+            start(shape.offset(section, chunk.first), buffer)
         });
         Flight { chunk, moving: moving.collect(), resting, bytes }
     }
@@ -299,8 +307,8 @@ impl<P: Pass> Trip<'_, P> {
         }
     }
 
-    fn work(&mut self, chunk: Chunk, mut buffers: Buffers) -> Result<(), OptimError> {
-        let started = Instant::now();
+    /// Works on a chunk in the ring's buffers, and starts to write it.
+    fn work_in_ring(&mut self, chunk: Chunk, mut buffers: Buffers, slots: &Slots) -> Result<(), OptimError> {
         let shape = self.layout.slot(chunk.bucket);
         for (section, buffer) in buffers.iter_mut().enumerate() {
             buffer.set_len(shape.padded(section, chunk.len).0 as usize);
@@ -314,24 +322,25 @@ impl<P: Pass> Trip<'_, P> {
                     &mut avg.as_mut_slice()[..a],
                     &mut sq.as_mut_slice()[..q],
                 ];
-                self.pass.work(chunk, sections)
+                self.work(chunk, sections)
             }
             _ => Ok(()),
         };
-        if let Err(error) = result {
+        if result.is_err() || P::WRITES == 0 {
             self.ring.give_back(buffers);
-            return Err(error);
+            return result;
         }
+        let file = slots.target();
+        let flight = self.launch(chunk, buffers, P::WRITES, |offset, buffer| file.write_at(offset, buffer));
+        self.writing.push_back(flight);
+        Ok(())
+    }
+
+    fn work(&mut self, chunk: Chunk, sections: Sections<'_>) -> Result<(), OptimError> {
+        let started = Instant::now();
+        self.pass.work(chunk, sections)?;
         let name = format!("{} bucket {} from element {}", P::NAME, chunk.bucket, chunk.first);
         self.log.span(Lane::Optimizer, name, started, Instant::now(), Bytes::ZERO);
-        if P::WRITES == 0 {
-            self.ring.give_back(buffers);
-            return Ok(());
-        }
-        let flight = self.launch(chunk, buffers, P::WRITES, |pass, offset, buffer| {
-            pass.target(chunk.bucket).write_at(offset, buffer)
-        });
-        self.writing.push_back(flight);
         Ok(())
     }
 }

@@ -9,9 +9,12 @@ use lazy_store::StoreError;
 use lazy_store::durable::DurableDir;
 
 use crate::files::write_bytes;
+use crate::home::Home;
 use crate::layout::PAGE;
 use crate::manifest::{self, MANIFEST_FILE, Manifest};
-use crate::{NvmeAdam, OptimError, retire, slot};
+use crate::record::{Committed, Record, Standing};
+use crate::slot::{Identity, SlotHead};
+use crate::{Durability, NvmeAdam, OptimError, retire, slot};
 
 /// What the folder of a generation is called while it is made or removed.
 const TEMPORARY: &str = ".tmp";
@@ -81,24 +84,59 @@ impl NvmeAdam {
         if self.dir.exists(name)? {
             return Err(OptimError::GenerationExists { path: self.dir.path().join(name) });
         }
-        let manifest = manifest::encode(&self.id, &self.layout, &self.record);
-        let (needed, free) = (Bytes(manifest.len() as u64).align_up(PAGE), self.dir.free_space()?);
+        if self.durability == Durability::Checkpoint {
+            self.settle()?;
+        }
+        let (needed, free) = (self.new_bytes(), self.dir.free_space()?);
         if needed > free {
             return Err(OptimError::NoSpace { dir: self.dir.path().to_path_buf(), needed, free });
         }
         let temporary = name.to_owned() + TEMPORARY;
         let folder = self.dir.create_dir(&temporary)?;
-        self.link_and_seal(folder, name, manifest).inspect_err(|_| {
+        let saving = self.fill(&folder).and_then(|record| {
+            let manifest = manifest::encode(&self.id, &self.layout, &record);
+            self.finish(folder, name, manifest)
+        });
+        saving.inspect_err(|_| {
             // The first error is the one to report; what is left is swept when the store is opened.
             let _ = discard(&self.dir, &temporary);
         })
     }
 
-    fn link_and_seal(&self, folder: DurableDir, name: &str, manifest: Vec<u8>) -> Result<Saving, OptimError> {
+    /// What a generation takes that is not linked: its manifest, and the slots of what is at home in RAM.
+    fn new_bytes(&self) -> Bytes {
+        let manifest = manifest::encode(&self.id, &self.layout, &self.record).len();
+        let homes = self.buckets.iter().zip(self.layout.slots());
+        let written =
+            homes.filter(|(bucket, _)| bucket.slots().is_none()).map(|(_, shape)| shape.file_bytes());
+        Bytes(manifest as u64).align_up(PAGE) + written.sum::<Bytes>()
+    }
+
+    /// Links the slots into the folder of a generation, and writes those of what is at home in RAM. The record that names them.
+    fn fill(&self, folder: &DurableDir) -> Result<Record, OptimError> {
+        let mut record = Record { standing: Standing::Committed, ..self.record.clone() };
         for (index, bucket) in self.buckets.iter().enumerate() {
-            let slot = slot::file_name(index, bucket.live);
-            folder.link(&self.dir.path().join(&slot), &slot)?;
+            match &bucket.home {
+                Home::Nvme(slots) => {
+                    let name = slot::file_name(index, slots.number);
+                    folder.link(&self.dir.path().join(&name), &name)?;
+                }
+                Home::Host(memory) => {
+                    let (slot, shape, generation) = (0, self.layout.slot(index), self.record.sequence);
+                    let identity = Identity { id: self.id, bucket: index, generation };
+                    let file = folder.create_file(&slot::file_name(index, slot), shape.file_bytes())?;
+                    let table = memory.write(&file, identity)?;
+                    let (head, head_crc) = SlotHead { identity, slot, shape, table }.encode();
+                    write_bytes(&file, 0, &head)?;
+                    record.buckets[index] = Committed { slot, generation, head_crc };
+                }
+            }
         }
+        Ok(record)
+    }
+
+    /// Seals a filled folder and moves it into place, on a thread.
+    fn finish(&self, folder: DurableDir, name: &str, manifest: Vec<u8>) -> Result<Saving, OptimError> {
         let (dir, name) = (self.dir.clone(), name.to_owned());
         let finish = move || {
             let temporary = name.clone() + TEMPORARY;

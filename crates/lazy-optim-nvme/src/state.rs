@@ -1,5 +1,6 @@
 //! The optimizer: what it holds, reading it, committing it.
 
+use std::path::Path;
 use std::time::Instant;
 
 use lazy_model::Bytes;
@@ -7,12 +8,14 @@ use lazy_store::NvmeMode;
 use lazy_store::durable::{DurableDir, DurableFile};
 
 use crate::files::write_bytes;
+use crate::home::{self, Bucket, Home};
 use crate::layout::{Layout, Segment, StoreId, layout_file_bytes};
 use crate::moments::Moment;
-use crate::record::{self, Record};
+use crate::record::{self, Record, Standing};
 use crate::ring::{self, Chunk, Log, Pass, Ring, Sections};
-use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotShape};
-use crate::{AdamOptions, OptimError, ParamSpec, StatePart};
+use crate::seal::Sealer;
+use crate::slot::{self, BLOCK, Identity, SECTIONS, SlotHead, SlotShape};
+use crate::{AdamOptions, Durability, OptimError, ParamSpec, StatePart};
 
 /// Adam and AdamW with main weights and moments in slot files. See the [crate] page.
 pub struct NvmeAdam {
@@ -28,6 +31,7 @@ pub struct NvmeAdam {
     /// Whether this process itself has seen the record flushed. See [`NvmeAdam::confirm`].
     pub(crate) confirmed: bool,
     pub(crate) latch: Option<Latch>,
+    pub(crate) durability: Durability,
 }
 
 /// An earlier failure that stands in the way of the next step.
@@ -35,15 +39,6 @@ pub(crate) struct Latch {
     pub(crate) reason: String,
     /// A flush or the record's write failed: only the disk knows which state is the last.
     pub(crate) reopen: bool,
-}
-
-/// The two slot files of a bucket and what is known of the committed one.
-pub(crate) struct Bucket {
-    pub(crate) files: [DurableFile; 2],
-    pub(crate) live: usize,
-    pub(crate) generation: u64,
-    /// Checksums of the committed slot's blocks.
-    pub(crate) table: Vec<BlockSums>,
 }
 
 impl std::fmt::Debug for NvmeAdam {
@@ -108,17 +103,22 @@ impl NvmeAdam {
         self.dir.mode()
     }
 
-    /// Size of all files of a store: two slots of 12 bytes an element, padding, checksums and the records.
+    /// Size of all files of a store: of the buckets on NVMe two slots, or one with [`Durability::Checkpoint`], with padding and
+    /// checksums, and the records.
     pub fn bytes_on_disk(params: &[ParamSpec], options: &AdamOptions) -> Result<Bytes, OptimError> {
         let layout = Layout::new(params, options.bucket_elements)?;
-        let slots: Bytes = layout.slots().map(|slot| slot.file_bytes() * 2).sum();
+        let on_disk = layout.slots().skip(home::in_memory(&layout, options).0);
+        let slots: Bytes =
+            on_disk.map(|slot| slot.file_bytes() * home::slot_count(options.durability) as u64).sum();
         let file = layout_file_bytes(layout.encode(&[0; 16]).0.len());
         Ok(slots + file + record::page_bytes(&layout) * 2)
     }
 
-    /// Memory of the chunk ring: depth x three sections of a chunk, whatever the size of the model.
-    pub fn ring_bytes(params: &[ParamSpec], options: &AdamOptions) -> Result<Bytes, OptimError> {
-        Ok(ring::ring_bytes(&Layout::new(params, options.bucket_elements)?, options))
+    /// Memory of the chunk ring: depth x three sections of a chunk, whatever the size of the model; with
+    /// [`AdamOptions::host`], that of the state in RAM as well.
+    pub fn memory_bytes(params: &[ParamSpec], options: &AdamOptions) -> Result<Bytes, OptimError> {
+        let layout = Layout::new(params, options.bucket_elements)?;
+        Ok(ring::ring_bytes(&layout, options) + home::in_memory(&layout, options).1)
     }
 
     /// Refuses to go on after an earlier failure that `blocks`.
@@ -126,7 +126,9 @@ impl NvmeAdam {
         match &self.latch {
             Some(latch) if blocks(latch) => Err(OptimError::Latched {
                 reason: latch.reason.clone(),
-                remedy: if latch.reopen {
+                remedy: if self.durability == Durability::Checkpoint {
+                    "load what was saved last: with durability = checkpoint no step can be taken back"
+                } else if latch.reopen {
                     "open the store again: the disk knows which state is the last"
                 } else {
                     "rebuild the weights with read_weights, or open the store again"
@@ -147,6 +149,48 @@ impl NvmeAdam {
         self.dir.sync()?;
         self.confirmed = true;
         Ok(written)
+    }
+
+    /// Makes sure that the disk says that a step was begun, before the first write to a slot that the record names.
+    pub(crate) fn begin(&mut self) -> Result<Bytes, OptimError> {
+        if self.record.standing == Standing::Begun {
+            return Ok(Bytes::ZERO);
+        }
+        let written = self.commit(Record { standing: Standing::Begun, ..self.record.clone() })?;
+        for (index, bucket) in self.buckets.iter().enumerate() {
+            // What a bucket was loaded into RAM from is not its state any more.
+            let name = slot::file_name(index, self.record.buckets[index].slot);
+            if bucket.slots().is_none() && self.dir.exists(&name)? {
+                self.dir.remove(&name)?;
+            }
+        }
+        Ok(written)
+    }
+
+    /// Makes what the last step left in slots that are updated in place the state that the disk names.
+    pub(crate) fn settle(&mut self) -> Result<(), OptimError> {
+        if self.record.standing == Standing::Saved {
+            return Ok(());
+        }
+        let mut record = self.record.clone();
+        let mut sealer = Sealer::default();
+        for (index, bucket) in self.buckets.iter().enumerate() {
+            let Home::Nvme(slots) = &bucket.home else { continue };
+            let identity = Identity { id: self.id, bucket: index, generation: bucket.generation };
+            let (slot, shape, table) = (slots.number, self.layout.slot(index), bucket.table.clone());
+            let (head, head_crc) = SlotHead { identity, slot, shape, table }.encode();
+            record.buckets[index].head_crc = head_crc;
+            sealer.seal(slots.source(), head);
+        }
+        sealer.finish().map_err(|unsealed| self.latched(unsealed.error, true))?;
+        if self.buckets.iter().all(|bucket| bucket.slots().is_some()) {
+            record.standing = Standing::Saved;
+            self.commit(record).map_err(|error| self.latched(error, true))?;
+        } else {
+            // What is in RAM has no slot that the disk could name.
+            self.record = record;
+        }
+        Ok(())
     }
 
     /// Writes and flushes `record` as the new state, in the older page.
@@ -173,18 +217,13 @@ struct ReadState<'a, const READS: usize> {
     moments: [Vec<f32>; 2],
 }
 
-impl<const N: usize> Pass for ReadState<'_, N> {
+impl<'b, const N: usize> Pass<'b> for ReadState<'b, N> {
     const READS: usize = N;
     const WRITES: usize = 0;
     const NAME: &'static str = "hand out";
 
-    fn source(&self, bucket: usize) -> &DurableFile {
-        let bucket = &self.buckets[bucket];
-        &bucket.files[bucket.live]
-    }
-
-    fn target(&self, bucket: usize) -> &DurableFile {
-        self.source(bucket)
+    fn home(&self, bucket: usize) -> &'b Home {
+        &self.buckets[bucket].home
     }
 
     fn work(&mut self, chunk: Chunk, sections: Sections<'_>) -> Result<(), OptimError> {
@@ -208,9 +247,11 @@ impl<const N: usize> ReadState<'_, N> {
         let bucket = &self.buckets[chunk.bucket];
         let identity = Identity { id: self.id, bucket: chunk.bucket, generation: bucket.generation };
         let block = chunk.first / BLOCK + i;
-        for (section, data) in sections.iter().enumerate().take(N) {
-            if identity.sum(block, section, data) != bucket.table[block][section] {
-                return Err(bad_block(self.layout, bucket, chunk.bucket, block, section));
+        if let Some(slots) = bucket.slots() {
+            for (section, data) in sections.iter().enumerate().take(N) {
+                if identity.sum(block, section, data) != bucket.table[block][section] {
+                    return Err(bad_block(slots.source().path(), slot, chunk.bucket, block, section));
+                }
             }
         }
         let main: &[f32] = bytemuck::cast_slice(sections[0]);
@@ -233,20 +274,15 @@ impl<const N: usize> ReadState<'_, N> {
     }
 }
 
-/// The error for a block of a committed slot that does not match its checksum.
+/// The error for a block of a slot that does not match its checksum.
 pub(crate) fn bad_block(
-    layout: &Layout,
-    bucket: &Bucket,
-    index: usize,
+    path: &Path,
+    shape: SlotShape,
+    bucket: usize,
     block: usize,
     section: usize,
 ) -> OptimError {
     let first = block * BLOCK;
-    OptimError::Checksum {
-        path: bucket.files[bucket.live].path().to_path_buf(),
-        bucket: index,
-        section: SECTIONS[section],
-        first,
-        end: (first + BLOCK).min(layout.bucket(index).len()),
-    }
+    let end = (first + BLOCK).min(shape.elements);
+    OptimError::Checksum { path: path.to_path_buf(), bucket, section: SECTIONS[section], first, end }
 }

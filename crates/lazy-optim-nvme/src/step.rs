@@ -6,15 +6,15 @@ use lazy_model::{Bytes, Lane, Seconds};
 use rayon::prelude::*;
 
 use crate::adam::{BlockMut, Gradient, Rule, WeightsOut, update_block};
+use crate::home::{Bucket, Home, Slots};
 use crate::layout::{Layout, Segment, StoreId};
 use crate::norm::{self, NormPart};
 use crate::record::{Committed, Record};
 use crate::ring::{Chunk, Log, Pass, Sections};
 use crate::seal::{Sealer, Unsealed};
 use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotHead};
-use crate::state::{Bucket, Latch, bad_block};
-use crate::{GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
-use lazy_store::durable::DurableFile;
+use crate::state::{Latch, bad_block};
+use crate::{Durability, GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
 
 impl NvmeAdam {
     /// One optimizer step.
@@ -102,14 +102,16 @@ impl NvmeAdam {
         // Set first and taken back at the end, so that a panic in `weights` latches too.
         let interrupted = || "it was interrupted".to_string();
         self.latch = Some(Latch { reason: interrupted(), reopen: true });
-        let confirmed = self.confirm().map_err(|error| self.latched(error, true))?;
+        let in_place = self.durability == Durability::Checkpoint;
+        let confirmed = if in_place { self.begin() } else { self.confirm() };
+        let confirmed = confirmed.map_err(|error| self.latched(error, true))?;
         if confirmed > Bytes::ZERO {
             log.written += confirmed;
             log.span(Lane::NvmeWrite, "confirm the record".into(), started, Instant::now(), confirmed);
         }
         self.latch = None;
         self.replace_retired(&self.touched(grads))?;
-        self.latch = Some(Latch { reason: interrupted(), reopen: false });
+        self.latch = Some(Latch { reason: interrupted(), reopen: in_place });
         let mut sealer = Sealer::default();
         let updated = self.update(grads, input, outcome.clip_coefficient, out, &mut sealer, log);
         let streamed = Instant::now();
@@ -118,18 +120,23 @@ impl NvmeAdam {
         let sealed = sealer.finish();
         let fresh = match (updated, sealed) {
             (Ok(fresh), Ok(())) => fresh,
-            (_, Err(Unsealed { error, flush })) => return Err(self.latched(error, flush)),
-            (Err(error), Ok(())) => return Err(self.latched(error, false)),
+            (_, Err(Unsealed { error, flush })) => return Err(self.latched(error, flush || in_place)),
+            (Err(error), Ok(())) => return Err(self.latched(error, in_place)),
         };
         let (sequence, before) = (self.record.sequence + 1, log.written);
-        for fresh in &fresh {
-            log.written += self.layout.slot(fresh.bucket).head_bytes();
-        }
         let record = self.next_record(grads, input, &fresh, sequence);
-        log.written += self.commit(record).map_err(|error| self.latched(error, true))?;
+        if in_place {
+            self.record = record;
+        } else {
+            log.written += fresh.iter().map(|fresh| self.layout.slot(fresh.bucket).head_bytes()).sum();
+            log.written += self.commit(record).map_err(|error| self.latched(error, true))?;
+        }
         for Fresh { bucket, table, .. } in fresh {
             let bucket = &mut self.buckets[bucket];
-            (bucket.live, bucket.generation, bucket.table) = (1 - bucket.live, sequence, table);
+            (bucket.generation, bucket.table) = (sequence, table);
+            if let Home::Nvme(slots) = &mut bucket.home {
+                slots.turn();
+            }
         }
         self.latch = None;
         let committed = Instant::now();
@@ -173,6 +180,7 @@ impl NvmeAdam {
             id: self.id,
             generation: self.record.sequence + 1,
             grads,
+            in_place: self.durability == Durability::Checkpoint,
             rules: rules.collect(),
         };
         let mut pass = UpdatePass {
@@ -196,7 +204,7 @@ impl NvmeAdam {
     ) -> Record {
         let mut buckets = self.record.buckets.clone();
         for Fresh { bucket, head_crc, .. } in fresh {
-            let slot = 1 - self.buckets[*bucket].live;
+            let slot = self.buckets[*bucket].slots().map_or(0, Slots::next);
             buckets[*bucket] = Committed { slot, generation: sequence, head_crc: *head_crc };
         }
         let counts = self.record.step_counts.iter().zip(grads);
@@ -310,6 +318,8 @@ struct Update<'a> {
     /// Of the slots written.
     generation: u64,
     grads: &'a [Option<Gradient<'a>>],
+    /// Slots are the state while they are updated, too.
+    in_place: bool,
     /// By parameter; `None` where there is no gradient.
     rules: Vec<Option<Rule>>,
 }
@@ -358,30 +368,27 @@ struct UpdatePass<'a, 'o, 'w> {
     fresh: Vec<Fresh>,
 }
 
-impl Pass for UpdatePass<'_, '_, '_> {
+impl<'b> Pass<'b> for UpdatePass<'b, '_, '_> {
     const READS: usize = SECTIONS.len();
     const WRITES: usize = SECTIONS.len();
     const NAME: &'static str = "update";
 
-    fn source(&self, bucket: usize) -> &DurableFile {
-        let bucket = &self.update.buckets[bucket];
-        &bucket.files[bucket.live]
-    }
-
-    fn target(&self, bucket: usize) -> &DurableFile {
-        let bucket = &self.update.buckets[bucket];
-        &bucket.files[1 - bucket.live]
+    fn home(&self, bucket: usize) -> &'b Home {
+        &self.update.buckets[bucket].home
     }
 
     fn written(&mut self, bucket: usize) {
-        let Update { layout, buckets, id, generation, .. } = self.update;
-        let slot = 1 - buckets[bucket].live;
-        let identity = Identity { id, bucket, generation };
-        let table = std::mem::take(&mut self.tables[bucket]);
-        let head = SlotHead { identity, slot, shape: layout.slot(bucket), table };
-        let (bytes, head_crc) = head.encode();
-        self.sealer.seal(&buckets[bucket].files[slot], bytes);
-        self.fresh.push(Fresh { bucket, table: head.table, head_crc });
+        let Update { layout, buckets, id, generation, in_place, .. } = self.update;
+        let mut fresh = Fresh { bucket, table: std::mem::take(&mut self.tables[bucket]), head_crc: 0 };
+        if let (false, Some(slots)) = (in_place, buckets[bucket].slots()) {
+            let (slot, shape) = (slots.next(), layout.slot(bucket));
+            let head =
+                SlotHead { identity: Identity { id, bucket, generation }, slot, shape, table: fresh.table };
+            let (bytes, head_crc) = head.encode();
+            self.sealer.seal(slots.target(), bytes);
+            (fresh.table, fresh.head_crc) = (head.table, head_crc);
+        }
+        self.fresh.push(fresh);
     }
 
     fn work(&mut self, chunk: Chunk, [main, avg, sq]: Sections<'_>) -> Result<(), OptimError> {
@@ -403,10 +410,10 @@ impl Pass for UpdatePass<'_, '_, '_> {
                 Block { bucket, block: chunk.first / BLOCK + i, sections: [main, avg, sq], parts }
             })
             .collect();
-        let sums: Vec<Result<BlockSums, OptimError>> =
+        let sums: Vec<Result<Option<BlockSums>, OptimError>> =
             blocks.into_par_iter().map(|block| update.block(block)).collect();
         for sums in sums {
-            self.tables[bucket].push(sums?);
+            self.tables[bucket].extend(sums?);
         }
         if let Out::Each(weights) = &mut self.out {
             let main: &[f32] = bytemuck::cast_slice(main);
@@ -421,19 +428,22 @@ impl Pass for UpdatePass<'_, '_, '_> {
 }
 
 impl Update<'_> {
-    /// Checks one block, updates it, and returns its new checksums, all while it is in the core's cache.
+    /// Checks one block, updates it, and returns its new checksums, all while it is in the core's cache. There are none in RAM.
     fn block(
         &self,
         Block { bucket: index, block, sections, parts }: Block<'_, '_>,
-    ) -> Result<BlockSums, OptimError> {
+    ) -> Result<Option<BlockSums>, OptimError> {
         let [main, avg, sq] = sections;
         let bucket = &self.buckets[index];
         let identity = Identity { id: self.id, bucket: index, generation: bucket.generation };
-        let found = identity.sums(block, [main, avg, sq]);
-        if let Some(section) = (0..SECTIONS.len()).find(|s| found[*s] != bucket.table[block][*s]) {
-            return Err(bad_block(self.layout, bucket, index, block, section));
+        let (slots, shape) = (bucket.slots(), self.layout.slot(index));
+        if let Some(slots) = slots {
+            let found = identity.sums(block, [main, avg, sq]);
+            if let Some(section) = (0..SECTIONS.len()).find(|s| found[*s] != bucket.table[block][*s]) {
+                return Err(bad_block(slots.source().path(), shape, index, block, section));
+            }
         }
-        let moments = self.layout.slot(index).moments;
+        let moments = shape.moments;
         for (Segment { param, first, local }, room) in parts {
             if let (Some(grad), Some(rule)) = (self.grads[param], &self.rules[param]) {
                 let grad = grad.slice(first..first + local.len());
@@ -441,6 +451,7 @@ impl Update<'_> {
                 update_block(rule, block, local, grad, room);
             }
         }
-        Ok(Identity { generation: self.generation, ..identity }.sums(block, [main, avg, sq]))
+        let identity = Identity { generation: self.generation, ..identity };
+        Ok(slots.map(|_| identity.sums(block, [main, avg, sq])))
     }
 }

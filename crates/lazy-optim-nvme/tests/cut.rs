@@ -152,7 +152,7 @@ fn the_files_take_the_space_announced() {
         assert_eq!(NvmeAdam::bytes_on_disk(&params, &options).unwrap(), Bytes(found as u64));
     }
     let large = [ParamSpec::new("w", &[1 << 30])];
-    let ring = NvmeAdam::ring_bytes(&large, &AdamOptions::default()).unwrap();
+    let ring = NvmeAdam::memory_bytes(&large, &AdamOptions::default()).unwrap();
     assert_eq!(ring, Bytes::from_mib(3 * 3 * 16));
 }
 

@@ -90,7 +90,7 @@ fn fixed(
     let declared = model.decoder.declared(shape.batch, shape.seq);
     Ok(TierBytes {
         hbm: declared.weights + declared.gradients + runtime.resident(),
-        host: NvmeAdam::ring_bytes(&optimized(model), adam)?,
+        host: NvmeAdam::memory_bytes(&optimized(model), adam)?,
         nvme: Bytes::ZERO,
     })
 }

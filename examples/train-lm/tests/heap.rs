@@ -61,7 +61,7 @@ fn most_allocated(letters: &str, shape: Shape) -> (usize, Bytes) {
         + layer
         + boundary * 3
         + declared.loss_workspace
-        + NvmeAdam::ring_bytes(&specs, &adam).unwrap();
+        + NvmeAdam::memory_bytes(&specs, &adam).unwrap();
     (peak() - before, bound)
 }
 
