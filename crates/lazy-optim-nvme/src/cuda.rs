@@ -170,8 +170,13 @@ impl CudaAdam {
             let what = format!("a gradient of {len} elements is too long for one launch; cut the parameter");
             return Err(OptimError::Option { what });
         }
-        let args =
-            [Arg::Address(grad.address()), Arg::U64(len), Arg::F32(unscale(scale)), Arg::Address(sums)];
+        let args = [
+            Arg::Address(grad.address()),
+            Arg::U64(skipped),
+            Arg::U64(len),
+            Arg::F32(unscale(scale)),
+            Arg::Address(sums),
+        ];
         self.gpu.bind()?;
         // SAFETY: the kernel's parameters; the rest is this function's contract.
         Ok(unsafe {
