@@ -211,6 +211,9 @@ pub enum OptimError {
         /// How to go on.
         remedy: &'static str,
     },
+    /// The store gave its memory back.
+    #[error("the optimizer is suspended; call resume first")]
+    Suspended,
     /// The files could not be read or written.
     #[error("optimizer state: {0}")]
     Store(#[from] StoreError),

@@ -7,9 +7,9 @@ use lazy_store::durable::{AlignedBuf, DurableFile};
 
 use crate::layout::Layout;
 use crate::ring::{Chunk, Sections};
-use crate::slot::{BlockSums, Identity, SECTIONS, SlotShape};
+use crate::slot::{self, BlockSums, Identity, SECTIONS, SlotShape};
 use crate::state::bad_block;
-use crate::{AdamOptions, Durability, OptimError};
+use crate::{AdamOptions, Durability, NvmeAdam, OptimError};
 
 /// One bucket.
 pub(crate) struct Bucket {
@@ -95,6 +95,19 @@ impl Memory {
         self.sections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Gives its memory back; what it held is in a file.
+    fn empty(&self) -> Result<(), OptimError> {
+        for buffer in self.lock().iter_mut() {
+            take(buffer)?;
+        }
+        Ok(())
+    }
+
+    /// Whether its memory was given back.
+    fn is_out(&self) -> bool {
+        self.shape.elements > 0 && self.lock()[0].is_empty()
+    }
+
     /// Reads a slot file into it, and checks that its blocks are those of `table`.
     pub(crate) fn read(
         &self,
@@ -152,6 +165,51 @@ impl Memory {
 /// A transfer's buffer is its own until it is over.
 fn take(buffer: &mut AlignedBuf) -> Result<AlignedBuf, OptimError> {
     Ok(std::mem::replace(buffer, AlignedBuf::zeroed(Bytes::ZERO)?))
+}
+
+impl NvmeAdam {
+    /// Puts what is at home in RAM into files, and gives the memory back.
+    pub(crate) fn move_out(&mut self) -> Result<(), OptimError> {
+        if self.buckets.iter().any(|bucket| bucket.slots().is_none()) {
+            // The files are for this process alone.
+            self.begin()?;
+        }
+        for index in 0..self.buckets.len() {
+            let shape = self.layout.slot(index);
+            let Home::Host(memory) = &self.buckets[index].home else { continue };
+            if memory.is_out() {
+                continue;
+            }
+            let file = self.dir.create_file(&slot::file_name(index, 0), shape.file_bytes())?;
+            let table = memory.write(&file, self.out_identity(index))?;
+            let emptied = memory.empty();
+            self.buckets[index].table = table;
+            emptied?;
+        }
+        Ok(())
+    }
+
+    /// Takes it back.
+    pub(crate) fn move_in(&mut self) -> Result<(), OptimError> {
+        for index in 0..self.buckets.len() {
+            let shape = self.layout.slot(index);
+            let Home::Host(memory) = &self.buckets[index].home else { continue };
+            if !memory.is_out() {
+                continue;
+            }
+            let name = slot::file_name(index, 0);
+            let fresh = Memory::new(shape)?;
+            fresh.read(&self.dir.open_file(&name)?, self.out_identity(index), &self.buckets[index].table)?;
+            self.dir.remove(&name)?;
+            let bucket = &mut self.buckets[index];
+            (bucket.home, bucket.table) = (Home::Host(fresh), Vec::new());
+        }
+        Ok(())
+    }
+
+    fn out_identity(&self, bucket: usize) -> Identity {
+        Identity { id: self.id, bucket, generation: self.record.sequence }
+    }
 }
 
 impl Bucket {

@@ -80,6 +80,7 @@ mod quant;
 #[doc(hidden)]
 pub mod raw;
 mod record;
+mod reload;
 mod retire;
 mod ring;
 mod save;
@@ -89,6 +90,7 @@ mod slot;
 mod source;
 mod state;
 mod step;
+mod transaction;
 mod wire;
 
 #[cfg(test)]

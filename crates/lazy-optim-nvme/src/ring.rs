@@ -98,6 +98,8 @@ impl Flight {
 /// The buffers, reused by every trip.
 pub(crate) struct Ring {
     free: Vec<Buffers>,
+    /// Sets of buffers, while the ring has its memory.
+    depth: usize,
     /// Bytes of each buffer of a set.
     lengths: [usize; 3],
     cut: Cut,
@@ -143,11 +145,31 @@ impl Ring {
             return Err(OptimError::Option { what: format!("chunk_bytes is {asked}; give at most {most}") });
         }
         let cut = Cut::new(options);
-        let bytes = cut.buffers(layout);
-        let set = || bytes.map(AlignedBuf::zeroed).into_iter().collect();
-        let free = (0..options.depth).map(|_| set()).collect::<Result<_, _>>()?;
+        let lengths = cut.buffers(layout).map(|bytes| bytes.0 as usize);
         // Half of what the chunk under work leaves goes to reads, the rest to writes.
-        Ok(Ring { free, lengths: bytes.map(|b| b.0 as usize), cut, ahead: options.depth / 2 })
+        let (depth, ahead) = (options.depth, options.depth / 2);
+        let mut ring = Ring { free: Vec::new(), depth, lengths, cut, ahead };
+        ring.take_again()?;
+        Ok(ring)
+    }
+
+    /// Takes the memory of the buffers.
+    pub(crate) fn take_again(&mut self) -> Result<(), OptimError> {
+        while self.free.len() < self.depth {
+            let set = self.lengths.map(|bytes| AlignedBuf::zeroed(Bytes(bytes as u64)));
+            self.free.push(set.into_iter().collect::<Result<_, _>>()?);
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of the buffers back.
+    pub(crate) fn give_up(&mut self) {
+        self.free = Vec::new();
+    }
+
+    /// Whether there is no memory to work in.
+    pub(crate) fn is_given_up(&self) -> bool {
+        self.free.is_empty()
     }
 
     /// The chunks of the given buckets, in order.

@@ -88,7 +88,7 @@ impl NvmeAdam {
         &self.record.step_counts
     }
 
-    /// Steps committed since creation.
+    /// Commits since creation: steps, and weights reloaded.
     pub fn sequence(&self) -> u64 {
         self.record.sequence
     }
@@ -121,8 +121,11 @@ impl NvmeAdam {
         Ok(ring::ring_bytes(&layout, options) + home::in_memory(&layout, options).1)
     }
 
-    /// Refuses to go on after an earlier failure that `blocks`.
+    /// Refuses to go on without memory, and after an earlier failure that `blocks`.
     pub(crate) fn check_latch(&self, blocks: impl Fn(&Latch) -> bool) -> Result<(), OptimError> {
+        if self.ring.is_given_up() {
+            return Err(OptimError::Suspended);
+        }
         match &self.latch {
             Some(latch) if blocks(latch) => Err(OptimError::Latched {
                 reason: latch.reason.clone(),

@@ -6,15 +6,14 @@ use lazy_model::{Bytes, Lane, Seconds};
 use rayon::prelude::*;
 
 use crate::adam::{BlockMut, Gradient, Rule, WeightsOut, update_block};
-use crate::home::{Bucket, Home, Slots};
-use crate::layout::{Layout, Segment, StoreId};
+use crate::home::Home;
+use crate::layout::Segment;
 use crate::norm::{self, NormPart};
-use crate::record::{Committed, Record};
-use crate::ring::{Chunk, Log, Pass, Sections};
-use crate::seal::{Sealer, Unsealed};
-use crate::slot::{BLOCK, BlockSums, Identity, SECTIONS, SlotHead};
-use crate::state::{Latch, bad_block};
-use crate::{Durability, GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
+use crate::record::Record;
+use crate::ring::{Chunk, Log, Pass, Ring, Sections};
+use crate::slot::{BLOCK, BlockSums, SECTIONS};
+use crate::transaction::Writing;
+use crate::{GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
 
 impl NvmeAdam {
     /// One optimizer step.
@@ -81,74 +80,13 @@ impl NvmeAdam {
         outcome.seconds.norm = elapsed(started, normed);
         if grad_norm.is_finite() {
             outcome.warning = stalled(grads, input, grad_norm, clip_coefficient);
-            self.update_and_commit(grads, input, out, &mut outcome, &mut log)?;
+            self.update(grads, input, out, &mut outcome, &mut log)?;
         } else {
             outcome.skipped = true;
             outcome.warning = Some(format!("the gradient norm is {grad_norm}; the step was skipped"));
         }
         (outcome.bytes_read, outcome.bytes_written, outcome.spans) = (log.read, log.written, log.spans);
         Ok(outcome)
-    }
-
-    fn update_and_commit(
-        &mut self,
-        grads: &[Option<Gradient<'_>>],
-        input: &StepInput<'_>,
-        out: Out<'_, '_>,
-        outcome: &mut StepOutcome,
-        log: &mut Log,
-    ) -> Result<(), OptimError> {
-        let started = Instant::now();
-        // Set first and taken back at the end, so that a panic in `weights` latches too.
-        let interrupted = || "it was interrupted".to_string();
-        self.latch = Some(Latch { reason: interrupted(), reopen: true });
-        let in_place = self.durability == Durability::Checkpoint;
-        let confirmed = if in_place { self.begin() } else { self.confirm() };
-        let confirmed = confirmed.map_err(|error| self.latched(error, true))?;
-        if confirmed > Bytes::ZERO {
-            log.written += confirmed;
-            log.span(Lane::NvmeWrite, "confirm the record".into(), started, Instant::now(), confirmed);
-        }
-        self.latch = None;
-        self.replace_retired(&self.touched(grads))?;
-        self.latch = Some(Latch { reason: interrupted(), reopen: in_place });
-        let mut sealer = Sealer::default();
-        let updated = self.update(grads, input, outcome.clip_coefficient, out, &mut sealer, log);
-        let streamed = Instant::now();
-        outcome.seconds.update = elapsed(started, streamed);
-        self.latch = Some(Latch { reason: interrupted(), reopen: true });
-        let sealed = sealer.finish();
-        let fresh = match (updated, sealed) {
-            (Ok(fresh), Ok(())) => fresh,
-            (_, Err(Unsealed { error, flush })) => return Err(self.latched(error, flush || in_place)),
-            (Err(error), Ok(())) => return Err(self.latched(error, in_place)),
-        };
-        let (sequence, before) = (self.record.sequence + 1, log.written);
-        let record = self.next_record(grads, input, &fresh, sequence);
-        if in_place {
-            self.record = record;
-        } else {
-            log.written += fresh.iter().map(|fresh| self.layout.slot(fresh.bucket).head_bytes()).sum();
-            log.written += self.commit(record).map_err(|error| self.latched(error, true))?;
-        }
-        for Fresh { bucket, table, .. } in fresh {
-            let bucket = &mut self.buckets[bucket];
-            (bucket.generation, bucket.table) = (sequence, table);
-            if let Home::Nvme(slots) = &mut bucket.home {
-                slots.turn();
-            }
-        }
-        self.latch = None;
-        let committed = Instant::now();
-        log.span(Lane::NvmeWrite, "commit".into(), streamed, committed, log.written - before);
-        outcome.seconds.commit = elapsed(streamed, committed);
-        Ok(())
-    }
-
-    /// Notes a failure for the steps to come, and passes it on.
-    pub(crate) fn latched(&mut self, error: OptimError, reopen: bool) -> OptimError {
-        self.latch = Some(Latch { reason: error.to_string(), reopen });
-        error
     }
 
     /// The buckets that hold an element with a gradient.
@@ -159,63 +97,38 @@ impl NvmeAdam {
         (0..self.buckets.len()).filter(touched).collect()
     }
 
-    /// Updates every bucket that has a gradient from its committed slot into the other, and has those sealed.
+    /// Updates every bucket that has a gradient, and commits.
     fn update(
         &mut self,
         grads: &[Option<Gradient<'_>>],
         input: &StepInput<'_>,
-        clip: f64,
         out: Out<'_, '_>,
-        sealer: &mut Sealer,
+        outcome: &mut StepOutcome,
         log: &mut Log,
-    ) -> Result<Vec<Fresh>, OptimError> {
-        let params = self.layout.params().iter().zip(&self.record.step_counts).zip(grads);
-        let rules = params.map(|((param, count), grad)| {
-            grad.map(|_| Rule::new(&input.groups[param.group], count + 1, input.scale, clip))
-        });
+    ) -> Result<(), OptimError> {
         let touched = self.touched(grads);
-        let update = Update {
-            layout: &self.layout,
-            buckets: &self.buckets,
-            id: self.id,
-            generation: self.record.sequence + 1,
-            grads,
-            in_place: self.durability == Durability::Checkpoint,
-            rules: rules.collect(),
+        let clip = outcome.clip_coefficient;
+        let pass = |ring: &mut Ring, record: &Record, writing: Writing<'_>, log: &mut Log| {
+            let layout = writing.layout;
+            let params = layout.params().iter().zip(&record.step_counts).zip(grads);
+            let rules = params.map(|((param, count), grad)| {
+                grad.map(|_| Rule::new(&input.groups[param.group], count + 1, input.scale, clip))
+            });
+            let mut pass = UpdatePass { update: Update { writing, grads, rules: rules.collect() }, out };
+            let passed = ring.run(layout, ring.chunks(layout, &touched), &mut pass, log);
+            (passed, pass.update.writing.end())
         };
-        let mut pass = UpdatePass {
-            update,
-            out,
-            tables: vec![Vec::new(); self.buckets.len()],
-            sealer,
-            fresh: Vec::new(),
-        };
-        let chunks = self.ring.chunks(&self.layout, &touched);
-        self.ring.run(&self.layout, chunks, &mut pass, log)?;
-        Ok(pass.fresh)
-    }
-
-    fn next_record(
-        &self,
-        grads: &[Option<Gradient<'_>>],
-        input: &StepInput<'_>,
-        fresh: &[Fresh],
-        sequence: u64,
-    ) -> Record {
-        let mut buckets = self.record.buckets.clone();
-        for Fresh { bucket, head_crc, .. } in fresh {
-            let slot = self.buckets[*bucket].slots().map_or(0, Slots::next);
-            buckets[*bucket] = Committed { slot, generation: sequence, head_crc: *head_crc };
-        }
-        let counts = self.record.step_counts.iter().zip(grads);
-        Record {
-            sequence,
-            buckets,
-            step_counts: counts.map(|(count, grad)| count + u64::from(grad.is_some())).collect(),
-            groups: input.groups[..self.layout.group_count()].to_vec(),
+        self.transact(&touched, log, &mut outcome.seconds, pass, |layout, record| Record {
+            step_counts: record
+                .step_counts
+                .iter()
+                .zip(grads)
+                .map(|(n, grad)| n + u64::from(grad.is_some()))
+                .collect(),
+            groups: input.groups[..layout.group_count()].to_vec(),
             blob: input.blob.to_vec(),
-            ..self.record
-        }
+            ..record
+        })
     }
 
     fn check_grads(&self, grads: &[Option<Gradient<'_>>]) -> Result<(), OptimError> {
@@ -306,20 +219,14 @@ fn stalled(grads: &[Option<Gradient<'_>>], input: &StepInput<'_>, norm: f64, cli
     })
 }
 
-fn elapsed(from: Instant, to: Instant) -> Seconds {
+pub(crate) fn elapsed(from: Instant, to: Instant) -> Seconds {
     Seconds(to.saturating_duration_since(from).as_secs_f64())
 }
 
 /// The update of one step.
 struct Update<'a> {
-    layout: &'a Layout,
-    buckets: &'a [Bucket],
-    id: StoreId,
-    /// Of the slots written.
-    generation: u64,
+    writing: Writing<'a>,
     grads: &'a [Option<Gradient<'a>>],
-    /// Slots are the state while they are updated, too.
-    in_place: bool,
     /// By parameter; `None` where there is no gradient.
     rules: Vec<Option<Rule>>,
 }
@@ -342,13 +249,6 @@ impl<'w> Out<'_, 'w> {
     }
 }
 
-/// A slot that a step has written.
-struct Fresh {
-    bucket: usize,
-    table: Vec<BlockSums>,
-    head_crc: u32,
-}
-
 /// A block on its way, and what is to be done to it.
 struct Block<'a, 'w> {
     bucket: usize,
@@ -362,10 +262,6 @@ struct Block<'a, 'w> {
 struct UpdatePass<'a, 'o, 'w> {
     update: Update<'a>,
     out: Out<'o, 'w>,
-    /// New checksums, by bucket.
-    tables: Vec<Vec<BlockSums>>,
-    sealer: &'a mut Sealer,
-    fresh: Vec<Fresh>,
 }
 
 impl<'b> Pass<'b> for UpdatePass<'b, '_, '_> {
@@ -374,33 +270,24 @@ impl<'b> Pass<'b> for UpdatePass<'b, '_, '_> {
     const NAME: &'static str = "update";
 
     fn home(&self, bucket: usize) -> &'b Home {
-        &self.update.buckets[bucket].home
+        self.update.writing.home(bucket)
     }
 
     fn written(&mut self, bucket: usize) {
-        let Update { layout, buckets, id, generation, in_place, .. } = self.update;
-        let mut fresh = Fresh { bucket, table: std::mem::take(&mut self.tables[bucket]), head_crc: 0 };
-        if let (false, Some(slots)) = (in_place, buckets[bucket].slots()) {
-            let (slot, shape) = (slots.next(), layout.slot(bucket));
-            let head =
-                SlotHead { identity: Identity { id, bucket, generation }, slot, shape, table: fresh.table };
-            let (bytes, head_crc) = head.encode();
-            self.sealer.seal(slots.target(), bytes);
-            (fresh.table, fresh.head_crc) = (head.table, head_crc);
-        }
-        self.fresh.push(fresh);
+        self.update.writing.bucket_written(bucket);
     }
 
     fn work(&mut self, chunk: Chunk, [main, avg, sq]: Sections<'_>) -> Result<(), OptimError> {
         let (update, out, bucket) = (&self.update, &mut self.out, chunk.bucket);
-        let bytes = update.layout.slot(bucket).moments.block_bytes();
-        let start = update.layout.bucket(bucket).start + chunk.first;
+        let layout = update.writing.layout;
+        let bytes = layout.slot(bucket).moments.block_bytes();
+        let start = layout.bucket(bucket).start + chunk.first;
         let sections = main.chunks_mut(BLOCK * 4).zip(avg.chunks_mut(bytes)).zip(sq.chunks_mut(bytes));
         let blocks: Vec<Block<'_, '_>> = sections
             .enumerate()
             .map(|(i, ((main, avg), sq))| {
                 let first = start + i * BLOCK;
-                let segments = update.layout.segments(first..first + main.len() / 4);
+                let segments = layout.segments(first..first + main.len() / 4);
                 let moving = segments.filter(|segment| update.grads[segment.param].is_some());
                 let parts = moving.map(|segment| {
                     let room = out.take(segment.param, segment.local.len());
@@ -413,12 +300,12 @@ impl<'b> Pass<'b> for UpdatePass<'b, '_, '_> {
         let sums: Vec<Result<Option<BlockSums>, OptimError>> =
             blocks.into_par_iter().map(|block| update.block(block)).collect();
         for sums in sums {
-            self.tables[bucket].extend(sums?);
+            self.update.writing.note(bucket, sums?);
         }
         if let Out::Each(weights) = &mut self.out {
             let main: &[f32] = bytemuck::cast_slice(main);
-            for segment in update.layout.segments(start..start + chunk.len) {
-                if update.grads[segment.param].is_some() {
+            for segment in layout.segments(start..start + chunk.len) {
+                if self.update.grads[segment.param].is_some() {
                     weights(segment.param, segment.first, &main[segment.local]);
                 }
             }
@@ -431,19 +318,11 @@ impl Update<'_> {
     /// Checks one block, updates it, and returns its new checksums, all while it is in the core's cache. There are none in RAM.
     fn block(
         &self,
-        Block { bucket: index, block, sections, parts }: Block<'_, '_>,
+        Block { bucket, block, sections, parts }: Block<'_, '_>,
     ) -> Result<Option<BlockSums>, OptimError> {
         let [main, avg, sq] = sections;
-        let bucket = &self.buckets[index];
-        let identity = Identity { id: self.id, bucket: index, generation: bucket.generation };
-        let (slots, shape) = (bucket.slots(), self.layout.slot(index));
-        if let Some(slots) = slots {
-            let found = identity.sums(block, [main, avg, sq]);
-            if let Some(section) = (0..SECTIONS.len()).find(|s| found[*s] != bucket.table[block][*s]) {
-                return Err(bad_block(slots.source().path(), shape, index, block, section));
-            }
-        }
-        let moments = shape.moments;
+        self.writing.check(bucket, block, [main, avg, sq])?;
+        let moments = self.writing.layout.slot(bucket).moments;
         for (Segment { param, first, local }, room) in parts {
             if let (Some(grad), Some(rule)) = (self.grads[param], &self.rules[param]) {
                 let grad = grad.slice(first..first + local.len());
@@ -451,7 +330,6 @@ impl Update<'_> {
                 update_block(rule, block, local, grad, room);
             }
         }
-        let identity = Identity { generation: self.generation, ..identity };
-        Ok(slots.map(|_| identity.sums(block, [main, avg, sq])))
+        Ok(self.writing.sums(bucket, block, [main, avg, sq]))
     }
 }
