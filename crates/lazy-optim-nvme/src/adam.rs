@@ -11,7 +11,7 @@ use crate::GroupOptions;
 use crate::bf16;
 use crate::moments::{Moment, Moments, pieces};
 use crate::quant::QUANT_BLOCK;
-use crate::simd::{Compiled, InstructionSet};
+use crate::simd::{Compiled, InstructionSet, prefetch};
 
 /// The constants of one parameter in one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,6 +36,11 @@ pub(crate) struct Rule {
     correction: f32,
     eps: f32,
 }
+
+/// Elements of a cache line.
+const LINE: usize = 16;
+/// How far ahead memory is asked for, in elements: hardware looks no further than the end of a page.
+const AHEAD: usize = 512;
 
 /// What gradients are multiplied by instead of divided by `scale`.
 pub(crate) fn unscale(scale: f64) -> f32 {
@@ -69,18 +74,33 @@ impl Rule {
     }
     #[inline(always)]
     fn advance(&self, grad: &[f32], main: &mut [f32], avg: &mut [f32], sq: &mut [f32]) {
-        let Rule { unscale, clip, shrink, l2, slope, beta2, mix2, step, correction, eps } = *self;
         let n = grad.len();
         let (main, avg, sq) = (&mut main[..n], &mut avg[..n], &mut sq[..n]);
-        for i in 0..n {
-            let w = main[i] * shrink;
-            let g = grad[i] * unscale * clip + l2 * main[i];
-            let m = (if slope > 0.0 { avg[i] } else { g }) + slope * (g - avg[i]);
-            let v = sq[i] * beta2 + mix2 * g * g;
+        let (grads, grad) = grad.as_chunks::<LINE>();
+        let (mains, main) = main.as_chunks_mut::<LINE>();
+        let (avgs, avg) = avg.as_chunks_mut::<LINE>();
+        let (sqs, sq) = sq.as_chunks_mut::<LINE>();
+        for (((grad, main), avg), sq) in grads.iter().zip(mains).zip(avgs).zip(sqs) {
+            for array in [grad, &*main, &*avg, &*sq] {
+                prefetch(array, AHEAD);
+            }
+            self.advance_each(grad, main, avg, sq);
+        }
+        self.advance_each(grad, main, avg, sq);
+    }
+
+    #[inline(always)]
+    fn advance_each(&self, grad: &[f32], main: &mut [f32], avg: &mut [f32], sq: &mut [f32]) {
+        let Rule { unscale, clip, shrink, l2, slope, beta2, mix2, step, correction, eps } = *self;
+        for (((grad, main), avg), sq) in grad.iter().zip(main).zip(avg).zip(sq) {
+            let w = *main * shrink;
+            let g = *grad * unscale * clip + l2 * *main;
+            let m = (if slope > 0.0 { *avg } else { g }) + slope * (g - *avg);
+            let v = *sq * beta2 + mix2 * g * g;
             let denominator = v.sqrt() * correction + eps;
-            main[i] = w + step * m / denominator;
-            avg[i] = m;
-            sq[i] = v;
+            *main = w + step * m / denominator;
+            *avg = m;
+            *sq = v;
         }
     }
 }

@@ -65,6 +65,19 @@ impl InstructionSet {
     }
 }
 
+/// Asks for the memory `ahead` elements behind the start of an array, if there is any.
+#[inline(always)]
+pub(crate) fn prefetch<T>(array: &[T], ahead: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every processor of the target has the instruction, which is a hint: nothing is accessed, whatever the address.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(array.as_ptr().wrapping_add(ahead).cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (array, ahead);
+}
+
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn run_avx2<W: Compiled>(work: W) -> W::Output {

@@ -7,6 +7,7 @@
 
 mod links;
 mod peers;
+mod program;
 #[path = "../bench-store/rows.rs"]
 mod rows;
 #[path = "../bench-store/stats.rs"]
@@ -149,7 +150,7 @@ fn spilled(flags: &Flags, way: links::Way, rows: &mut Vec<Value>) -> Result<(), 
     for round in 0..=flags.rounds {
         let mut values = vec![alone_store.host()?, store.hbm()?];
         for peer in &mut others {
-            values.push(peer.measure()?);
+            values.push(peer.measure("go")?);
         }
         if round == 0 {
             continue;

@@ -1,0 +1,38 @@
+//! `cargo xtask bench optim`: the optimizer's arithmetic beside what memory allows and beside PyTorch.
+//!
+//! Rows of one table are measured in turn, round by round. `--pairs N` says how often (7, and no less); `--python PYTHON` starts
+//! `torch.py` (beside this file) for PyTorch's fused AdamW.
+
+mod cpu;
+mod flags;
+#[path = "../../../../lazy-store/src/bin/bench-store-gpu/program.rs"]
+mod program;
+#[path = "../../../../lazy-store/src/bin/bench-store/rows.rs"]
+mod rows;
+#[path = "../../../../lazy-store/src/bin/bench-store/stats.rs"]
+#[allow(dead_code, reason = "shared with benchmarks that have goals of both kinds")]
+mod stats;
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use lazy_store::BoxError;
+use serde_json::Value;
+
+use crate::flags::Flags;
+
+fn measure() -> Result<(), BoxError> {
+    let flags = Flags::parse(std::env::args().skip(1))?;
+    let rows = cpu::rows(flags.pairs, flags.python.as_deref())?;
+    Ok(writeln!(std::io::stdout(), "{:#}", Value::from(rows))?)
+}
+
+fn main() -> ExitCode {
+    match measure() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench optim: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
