@@ -12,7 +12,9 @@ pub enum Moments {
     /// Float32: 8 bytes an element.
     #[default]
     F32,
-    /// Bfloat16, rounded to the nearest: 4 bytes an element.
+    /// Bfloat16, rounded to the nearest: 4 bytes an element. A change of less than 1/512 of a moment is rounded away: with
+    /// beta2 above 0.998, as it is by default, second moments grow but do not shrink. (8-bit ones do, all that share a
+    /// scale together.)
     Bf16,
     /// Codes into the dynamic maps of bitsandbytes and a float32 scale every 256 elements: about 2 bytes an element.
     Int8,

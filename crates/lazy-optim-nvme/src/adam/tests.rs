@@ -188,3 +188,27 @@ fn o5_updates_below_half_a_bfloat16_step_add_up() {
     assert!((f64::from(main) - (1.0 - 1e-7f64).powi(10_000)).abs() < 3e-4, "{main}");
     assert!(main < 1.0);
 }
+
+#[test]
+fn second_moments_shrink_in_all_formats_but_bfloat16() {
+    let options = GroupOptions { weight_decay: 0.0, ..GroupOptions::default() };
+    let after = |moments: Moments| {
+        let mut state = State::new(moments, 0..0);
+        for t in 1..=1000 {
+            // Two gradients at first, none from then on.
+            let grad = if t == 1 { [1.0, 0.5] } else { [0.0; 2] };
+            let rule = Rule::new(&options, t, 1.0, 1.0);
+            update_block(&rule, state.block(), 0..2, Gradient::F32(&grad), None);
+        }
+        let values = state.decoded(Moment::Second);
+        [values[0], values[1]]
+    };
+    let exact = after(Moments::F32);
+    assert!((exact[0] / (1e-3 * 0.999f32.powi(999)) - 1.0).abs() < 1e-3, "{exact:?}");
+    for (found, exact) in after(Moments::Int8).iter().zip(exact) {
+        assert!((found / exact - 1.0).abs() < 0.02, "{found} {exact}");
+    }
+    for (found, first) in after(Moments::Bf16).iter().zip([1e-3, 2.5e-4]) {
+        assert!((found / first - 1.0).abs() < 0.005, "{found}");
+    }
+}
