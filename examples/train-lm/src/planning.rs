@@ -1,7 +1,7 @@
 //! From a model, a profile and caps to a verified schedule.
 
 use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Tier, TierBytes, Verified};
-use lazy_optim_nvme::{AdamOptions, NvmeAdam, ParamSpec};
+use lazy_optim_nvme::{AdamOptions, Durability, Moments, NvmeAdam, ParamSpec};
 use lazy_runtime::Model;
 use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
@@ -9,7 +9,7 @@ use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
 use crate::error::{Result, TrainError};
 use crate::model::TrainedModel;
 use crate::probe::optimizer_time;
-use crate::settings::{Prefetch, Settings};
+use crate::settings::{DurabilityChoice, MomentFormat, Prefetch, Settings, StateHome};
 
 /// Most layers between two saved boundaries.
 const MAX_SEGMENT: usize = 4;
@@ -18,14 +18,23 @@ const LEAST_BUCKETS: usize = 8;
 
 /// How the optimizer's state of a model is cut: the default bucket for large models, at least eight buckets for small ones, chunks
 /// no larger than a bucket.
-pub fn adam_options(parameters: u64) -> AdamOptions {
+pub fn adam_options(parameters: u64, settings: &Settings) -> AdamOptions {
     let default = AdamOptions::default();
     // A bucket is a whole number of blocks over which the gradient norm is summed.
     const BLOCK: usize = 65_536;
     let small = (parameters as usize / LEAST_BUCKETS / BLOCK * BLOCK).max(BLOCK / 16);
     let bucket_elements = small.min(default.bucket_elements);
     let chunk = Bytes((bucket_elements * size_of::<f32>()) as u64);
-    AdamOptions { bucket_elements, chunk_bytes: Bytes(default.chunk_bytes.get().min(chunk.get())), ..default }
+    let durability = match settings.durability {
+        DurabilityChoice::Step => Durability::Step,
+        DurabilityChoice::Checkpoint => Durability::Checkpoint,
+    };
+    let host = match settings.state {
+        StateHome::Nvme => Bytes::ZERO,
+        StateHome::Host => Bytes(u64::MAX),
+    };
+    let chunk_bytes = Bytes(default.chunk_bytes.get().min(chunk.get()));
+    AdamOptions { bucket_elements, chunk_bytes, durability, host, ..default }
 }
 
 /// A cap that was not given, where the plan does not have to be made to fit one.
@@ -90,16 +99,38 @@ fn fixed(
     let declared = model.decoder.declared(shape.batch, shape.seq);
     Ok(TierBytes {
         hbm: declared.weights + declared.gradients + runtime.resident(),
-        host: NvmeAdam::memory_bytes(&optimized(model), adam)?,
+        host: NvmeAdam::memory_bytes(&optimized(model, settings), adam)?,
         nvme: Bytes::ZERO,
     })
 }
 
-/// The parameters as the optimizer knows them: matrices in group 0, the rest, which does not decay, in group 1.
-pub fn optimized(model: &TrainedModel) -> Vec<ParamSpec> {
-    let parameters = model.decoder.parameters().iter();
-    parameters
-        .map(|(name, v)| ParamSpec::new(name.as_str(), v.dims()).in_group(usize::from(v.rank() < 2)))
+/// Parameters smaller than this keep float32 moments: they take no space worth saving.
+const LEAST_IN_FEWER_BITS: usize = 4096;
+
+/// The parameters as the optimizer knows them: matrices in group 0, the rest, which does not decay, in group 1; moments of the
+/// largest in 8 bits, as far as the share that was asked for goes, and of the others as asked.
+pub fn optimized(model: &TrainedModel, settings: &Settings) -> Vec<ParamSpec> {
+    let parameters = model.decoder.parameters();
+    let sizes: Vec<usize> = parameters.iter().map(|(_, v)| v.elem_count()).collect();
+    let mut in_order: Vec<usize> = (0..sizes.len()).filter(|i| sizes[*i] >= LEAST_IN_FEWER_BITS).collect();
+    in_order.sort_by_key(|i| std::cmp::Reverse(sizes[*i]));
+    let total: usize = sizes.iter().sum();
+    let mut moments = vec![Moments::F32; sizes.len()];
+    let mut in_8_bits = 0;
+    for index in in_order {
+        let fits = (in_8_bits + sizes[index]) as f64 <= settings.max_8bit_fraction * total as f64;
+        moments[index] = match settings.moments {
+            _ if fits => Moments::Int8,
+            MomentFormat::Bf16 => Moments::Bf16,
+            MomentFormat::F32 | MomentFormat::Int8 => Moments::F32,
+        };
+        in_8_bits += if fits { sizes[index] } else { 0 };
+    }
+    let named = parameters.iter().zip(moments);
+    named
+        .map(|((name, v), moments)| {
+            ParamSpec::new(name.as_str(), v.dims()).in_group(usize::from(v.rank() < 2)).with_moments(moments)
+        })
         .collect()
 }
 

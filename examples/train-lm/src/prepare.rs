@@ -94,7 +94,7 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
         }
         values
     })?;
-    let adam = adam_options(decoder.spec().total_parameters());
+    let adam = adam_options(decoder.spec().total_parameters(), &settings);
     let model = TrainedModel::new(decoder, settings.shape(), settings.accum, settings.dropout);
     check_room(&model, &settings, &adam, &args.budgets)?;
     Ok(Prepared { settings, config, corpus, model, adam, resumed, out, steps })

@@ -21,6 +21,41 @@ pub enum DeviceChoice {
     Cuda,
 }
 
+/// Where the optimizer's state lives between steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StateHome {
+    /// On a drive, streamed through a ring of chunks at every step.
+    #[default]
+    Nvme,
+    /// In RAM; on disk from save to save.
+    Host,
+}
+
+/// The format of the optimizer's moments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MomentFormat {
+    /// float32
+    #[default]
+    F32,
+    /// bfloat16
+    Bf16,
+    /// 8 bits with a scale for 256 elements
+    Int8,
+}
+
+/// What a step leaves of the optimizer's state on disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DurabilityChoice {
+    /// All of it, in twice its space
+    #[default]
+    Step,
+    /// Nothing: what was saved at the end of the run, or when it was interrupted, is what it resumes from
+    Checkpoint,
+}
+
 /// What `train` takes.
 #[derive(Args, Clone, Debug, Default)]
 pub struct TrainArgs {
@@ -76,6 +111,18 @@ pub struct TrainArgs {
     /// Folder for the optimizer's state; default: `state` in the run
     #[arg(long, value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
+    /// Where the optimizer's state lives [default: nvme]
+    #[arg(long, value_enum)]
+    pub state: Option<StateHome>,
+    /// Format of the optimizer's moments; parameters of fewer than 4096 elements keep float32 [default: f32]
+    #[arg(long, value_enum)]
+    pub moments: Option<MomentFormat>,
+    /// Share of the parameters whose moments take 8 bits, the largest first [default: 0, or 1 with --moments int8]
+    #[arg(long, value_name = "F")]
+    pub max_8bit_fraction: Option<f64>,
+    /// What a step leaves of the optimizer's state on disk [default: step, or checkpoint with --state host]
+    #[arg(long, value_enum)]
+    pub durability: Option<DurabilityChoice>,
     /// Blocks to read ahead: a number, or `auto`
     #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_prefetch)]
     pub prefetch: Prefetch,
@@ -153,6 +200,14 @@ pub struct Settings {
     pub text: Vec<PathBuf>,
     /// Folder of the optimizer's state; none: `state` in the run's folder, wherever that is moved.
     pub state_dir: Option<PathBuf>,
+    /// Where the optimizer's state lives.
+    pub state: StateHome,
+    /// Format of its moments.
+    pub moments: MomentFormat,
+    /// Share of the parameters whose moments take 8 bits.
+    pub max_8bit_fraction: f64,
+    /// What a step leaves on disk.
+    pub durability: DurabilityChoice,
     /// SHA-256 of the text.
     pub text_hash: String,
 }
@@ -171,6 +226,10 @@ impl Default for Settings {
             accum: 1,
             text: Vec::new(),
             state_dir: None,
+            state: StateHome::Nvme,
+            moments: MomentFormat::F32,
+            max_8bit_fraction: 0.0,
+            durability: DurabilityChoice::Step,
             text_hash: String::new(),
         }
     }
@@ -183,6 +242,9 @@ impl Settings {
     /// When a value makes no sense.
     pub fn of(args: &TrainArgs) -> Result<Settings> {
         let d = Settings::default();
+        let (state, moments) = (args.state.unwrap_or(d.state), args.moments.unwrap_or(d.moments));
+        let fraction = if moments == MomentFormat::Int8 { 1.0 } else { d.max_8bit_fraction };
+        let durability = if state == StateHome::Host { DurabilityChoice::Checkpoint } else { d.durability };
         let settings = Settings {
             batch: args.batch.unwrap_or(d.batch),
             seq: args.seq.unwrap_or(d.seq),
@@ -195,6 +257,10 @@ impl Settings {
             accum: args.accum.unwrap_or(d.accum),
             text: absolute(&args.text),
             state_dir: args.state_dir.as_deref().map(absolute_path),
+            state,
+            moments,
+            max_8bit_fraction: args.max_8bit_fraction.unwrap_or(fraction),
+            durability: args.durability.unwrap_or(durability),
             ..d
         };
         settings.check()?;
@@ -218,6 +284,10 @@ impl Settings {
             ("--accum", args.accum.is_some_and(|v| v != self.accum)),
             ("--text", !args.text.is_empty() && absolute(&args.text) != self.text),
             ("--model", args.model.is_some()),
+            ("--state", args.state.is_some_and(|v| v != self.state)),
+            ("--moments", args.moments.is_some_and(|v| v != self.moments)),
+            ("--max-8bit-fraction", args.max_8bit_fraction.is_some_and(|v| v != self.max_8bit_fraction)),
+            ("--durability", args.durability.is_some_and(|v| v != self.durability)),
             (
                 "--state-dir",
                 args.state_dir.is_some() && args.state_dir.as_deref().map(absolute_path) != self.state_dir,
@@ -252,6 +322,12 @@ impl Settings {
             }
             s if !(s.clip.is_finite() && s.clip >= 0.0) => {
                 wrong("--clip", "a norm above 0, or 0 for no clipping")
+            }
+            s if !(0.0..=1.0).contains(&s.max_8bit_fraction) => {
+                wrong("--max-8bit-fraction", "a share of the parameters from 0 to 1")
+            }
+            s if s.state == StateHome::Host && s.durability == DurabilityChoice::Step => {
+                wrong("--durability", "checkpoint: state in RAM is on disk only when it is saved")
             }
             s if !(0.0..1.0).contains(&s.dropout) => wrong("--dropout", "a probability from 0 to below 1"),
             _ => Ok(()),
@@ -314,6 +390,15 @@ mod tests {
             (TrainArgs { clip: Some(-1.0), ..TrainArgs::default() }, "--clip"),
             (TrainArgs { dropout: Some(1.0), ..TrainArgs::default() }, "--dropout"),
             (TrainArgs { accum: Some(0), ..TrainArgs::default() }, "--accum"),
+            (TrainArgs { max_8bit_fraction: Some(1.5), ..TrainArgs::default() }, "--max-8bit-fraction"),
+            (
+                TrainArgs {
+                    state: Some(StateHome::Host),
+                    durability: Some(DurabilityChoice::Step),
+                    ..TrainArgs::default()
+                },
+                "--durability",
+            ),
         ] {
             assert!(Settings::of(&args).unwrap_err().to_string().starts_with(flag));
         }

@@ -1,13 +1,15 @@
 //! A run from flags to report.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
 use lazy_model::{Bytes, Schedule, Seconds, Span, StepProblem, Tier};
-use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, OptimError, StepInput, StepOutcome};
+use lazy_optim_nvme::{
+    AdamOptions, Gradient, GroupOptions, LoadOptions, NvmeAdam, OptimError, ParamSpec, StepInput, StepOutcome,
+};
 use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
 use lazy_store::scratch::RunDir;
 use lazy_store::{NvmeOptions, Store, StoreOptions};
@@ -26,7 +28,7 @@ use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
 use crate::probe::{median, spill_file};
 use crate::report::{self, LastStep};
 use crate::run_folder::{MetricsWriter, RunFolder};
-use crate::settings::{Settings, TrainArgs};
+use crate::settings::{DurabilityChoice, Settings, TrainArgs};
 use crate::stop;
 
 /// Steps of a run that is not told how many.
@@ -215,12 +217,29 @@ impl<'a> Run<'a> {
             self.next = step + 1;
         }
         self.console.end();
+        self.save_state()?;
         trace.finish().and_then(|mut w| w.flush()).map_err(TrainError::io(&self.folder.trace()))?;
         crate::export::checkpoint(&self.model.decoder, &self.folder)?;
         let summary = self.summary()?;
         report::write(&self.folder, &self.report_inputs(&summary))?;
         self.console.summary(&summary, &self.folder);
         Ok(summary)
+    }
+
+    /// Saves the optimizer's state where steps do not: the newest save is kept, and resumed from.
+    fn save_state(&mut self) -> Result<()> {
+        let name = format!("step-{}", self.next);
+        let dir = self.settings.state_dir.clone().unwrap_or_else(|| self.folder.state());
+        let saved = lazy_optim_nvme::generations(&dir)?;
+        if self.settings.durability == DurabilityChoice::Step || saved.iter().any(|known| known.name == name)
+        {
+            return Ok(());
+        }
+        self.optimizer.save(&name)?.wait()?;
+        for older in saved {
+            self.optimizer.remove_generation(&older.name)?;
+        }
+        Ok(())
     }
 
     fn step(
@@ -410,6 +429,18 @@ fn open_store(
     Ok(Store::open(StoreOptions { hbm: extents.hbm, host: extents.host, nvme, ..StoreOptions::default() })?)
 }
 
+/// Goes back to the state that was saved last.
+fn load_newest(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<NvmeAdam> {
+    match lazy_optim_nvme::generations(dir)?.last() {
+        Some(newest) => Ok(NvmeAdam::load(&newest.path, dir, specs, adam, LoadOptions { replace: true })?),
+        None => Err(TrainError::Usage(format!(
+            "the run was stopped before the state in {} was first saved, so there is nothing to continue: start it again (with \
+             --durability step every step can be continued)",
+            dir.display()
+        ))),
+    }
+}
+
 /// Opens or makes the optimizer's state; on opening, the weights are rebuilt from it.
 fn open_state(
     settings: &Settings,
@@ -420,7 +451,7 @@ fn open_state(
     schedule: &Schedule,
 ) -> Result<(NvmeAdam, Cursor)> {
     let decoder = &model.decoder;
-    let specs = planning::optimized(model);
+    let specs = planning::optimized(model, settings);
     let dir = &settings.state_dir.clone().unwrap_or_else(|| folder.state());
     if new {
         let absent = !dir.exists();
@@ -438,6 +469,9 @@ fn open_state(
             let _ = std::fs::remove_dir(dir);
         }
         let optimizer = created.map_err(|e| match e {
+            OptimError::NoSpace { .. } if settings.durability == DurabilityChoice::Step => {
+                TrainError::Usage(format!("{e}; --durability checkpoint takes half of that"))
+            }
             OptimError::Store(e) => TrainError::Usage(format!(
                 "optimizer state: {e}; name a writable folder for it with --state-dir, or another run folder with --out"
             )),
@@ -455,6 +489,7 @@ fn open_state(
                 settings.state_dir.as_ref().map(|d| format!(" and {}", d.display())).unwrap_or_default()
             )));
         }
+        Err(OptimError::NotKept { dir, .. }) => load_newest(&dir, &specs, adam)?,
         opened => opened?,
     };
     let mut failed = None;

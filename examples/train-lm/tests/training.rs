@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use train_lm::settings::{Prefetch, TrainArgs};
+use train_lm::settings::{DurabilityChoice, MomentFormat, Prefetch, StateHome, TrainArgs};
 use train_lm::train::{Summary, train};
 
 /// Eight small layers.
@@ -217,6 +217,64 @@ fn a_resumed_run_continues_bit_for_bit() {
         .unwrap();
     let message = refusal(&resume);
     assert!(message.contains("text has changed"), "{message}");
+}
+
+#[test]
+fn where_and_how_the_state_is_kept_changes_no_bit_and_a_run_can_be_continued_from_what_was_saved() {
+    let place = Place::new();
+    let straight = run(&TrainArgs { steps: Some(5), ..place.args("straight") });
+    for (name, state) in [("nvme", StateHome::Nvme), ("host", StateHome::Host)] {
+        let kept = TrainArgs {
+            state: Some(state),
+            durability: Some(DurabilityChoice::Checkpoint),
+            steps: Some(3),
+            ..place.args(name)
+        };
+        run(&kept);
+        let resume = |steps| TrainArgs {
+            steps: Some(steps),
+            resume: Some(place.path(name)),
+            plan: "auto".into(),
+            json: true,
+            ..TrainArgs::default()
+        };
+        assert_eq!(run(&resume(5)).weights_digest, straight.weights_digest, "{name}");
+        // One save is kept.
+        let saved = lazy_optim_nvme::generations(&place.path(name).join("state")).unwrap();
+        assert_eq!(saved.iter().map(|s| s.name.as_str()).collect::<Vec<_>>(), ["step-5"]);
+        let message = refusal(&TrainArgs { durability: Some(DurabilityChoice::Step), ..resume(6) });
+        assert!(message.contains("--durability cannot be changed"), "{message}");
+        // Stopped hard after a save: as if steps had been taken since.
+        fs::remove_file(place.path(name).join("state/adam.record")).unwrap();
+        let message = refusal(&resume(6));
+        assert!(message.contains("state"), "{message}");
+    }
+}
+
+#[test]
+fn moments_in_fewer_bits_train_nearly_as_well_in_less_space() {
+    let place = Place::new();
+    let with = |name, moments, fraction| {
+        let args = TrainArgs {
+            steps: Some(12),
+            moments: Some(moments),
+            max_8bit_fraction: fraction,
+            ..place.args(name)
+        };
+        let loss = run(&args).loss_last.unwrap();
+        let state = fs::read_dir(place.path(name).join("state")).unwrap();
+        let bytes: u64 = state.map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
+        (loss, bytes)
+    };
+    let (exact, most) = with("f32", MomentFormat::F32, None);
+    let (half, fewer) = with("bf16", MomentFormat::Bf16, None);
+    let (hybrid, mixed) = with("hybrid", MomentFormat::F32, Some(0.5));
+    let (least, fewest) = with("int8", MomentFormat::Int8, None);
+    for loss in [half, hybrid, least] {
+        assert!((loss / exact - 1.0).abs() < 0.05, "{loss} in place of {exact}");
+    }
+    // In a model this small, blocks of 8-bit moments are mostly room for more.
+    assert!(fewer < most && mixed != most && fewest != most);
 }
 
 #[test]
