@@ -1,20 +1,8 @@
 //! Values of every kind that an update may meet.
 
-/// A generator of numbers (splitmix64).
-pub(crate) struct Random(pub(crate) u64);
+use crate::random::Random;
 
 impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
-    }
-
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
     /// Mostly ordinary numbers; now and then a zero of either sign, a subnormal or a huge one.
     fn value(&mut self) -> f32 {
         let sign = if self.below(2) == 0 { 1.0 } else { -1.0 };

@@ -7,6 +7,10 @@
 #[path = "../../../tests/common/cases.rs"]
 mod cases;
 mod data;
+#[path = "../../../../lazy-store/src/bin/test-store-gpu/random.rs"]
+mod random;
+#[path = "../../../../lazy-store/src/bin/test-store-gpu/runner.rs"]
+mod runner;
 mod tests;
 
 use std::process::ExitCode;
@@ -33,20 +37,5 @@ fn main() -> ExitCode {
     };
     println!("{gpu:?}, compute capability {:?}", gpu.capability());
     println!("kernels in {:.2} s", start.elapsed().as_secs_f64());
-    let (mut passed, mut failed) = (0, 0);
-    for (name, test) in tests::ALL {
-        let start = Instant::now();
-        match test(&kernels) {
-            Ok(said) => {
-                passed += 1;
-                println!("ok     {name} ({:.2} s) {said}", start.elapsed().as_secs_f64());
-            }
-            Err(error) => {
-                failed += 1;
-                println!("FAILED {name}: {error}");
-            }
-        }
-    }
-    println!("{passed} passed, {failed} failed");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    runner::run(&kernels, tests::ALL)
 }

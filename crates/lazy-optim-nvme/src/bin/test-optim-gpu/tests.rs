@@ -5,11 +5,10 @@ use lazy_optim_nvme::{Gradient, GroupOptions, Moments, WeightsOut};
 use lazy_store::BoxError;
 
 use crate::cases::{Case, RECORDED, Recording, SIZES, STEPS};
-use crate::data::Random;
+use crate::random::Random;
+use crate::runner::Test;
 
-type Test = fn(&Kernels) -> Result<String, BoxError>;
-
-pub(crate) const ALL: &[(&str, Test)] = &[
+pub(crate) const ALL: &[(&str, Test<Kernels>)] = &[
     ("every format, gradient, weight and cut has the bits of the CPU", updates),
     ("steps in a row have the bits of the CPU", trajectories),
     ("what overflows is what overflows on the CPU", overflows),

@@ -5,6 +5,8 @@
 #![allow(clippy::print_stdout, reason = "prints the results of its tests")]
 
 mod programs;
+mod random;
+mod runner;
 mod tests;
 
 use std::path::PathBuf;
@@ -94,20 +96,5 @@ fn main() -> ExitCode {
         }
     };
     println!("{:?}, compute capability {:?}", context.gpu, context.gpu.capability());
-    let (mut passed, mut failed) = (0, 0);
-    for (name, test) in tests::ALL.iter().filter(|(name, _)| only.as_deref().is_none_or(|o| o == *name)) {
-        let start = std::time::Instant::now();
-        match test(&context) {
-            Ok(said) => {
-                passed += 1;
-                println!("ok     {name} ({:.2} s) {said}", start.elapsed().as_secs_f64());
-            }
-            Err(error) => {
-                failed += 1;
-                println!("FAILED {name}: {error}");
-            }
-        }
-    }
-    println!("{passed} passed, {failed} failed");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    runner::run(&context, tests::ALL.iter().filter(|(name, _)| only.as_deref().is_none_or(|o| o == *name)))
 }

@@ -11,11 +11,10 @@ use lazy_store::{
     QueueOrder, Store, StoreError, StoreOptions, Stream, Submission, Tier,
 };
 
+use crate::runner::Test;
 use crate::{Context, check, fill, programs, spin, word};
 
-type Test = fn(&Context) -> Result<String, BoxError>;
-
-pub(crate) const ALL: &[(&str, Test)] = &[
+pub(crate) const ALL: &[(&str, Test<Context>)] = &[
     ("copies of all sizes come back", copies),
     ("r1_r2_t1 random programs with slow streams and poison", random_programs),
     ("r1 leaving the waits between streams out is found", without_waits),
