@@ -6,7 +6,7 @@ use lazy_store::durable::{DurableDir, IoOptions};
 use lazy_store::fault::Faults;
 use lazy_store::{BackendChoice, DirectChoice};
 
-use crate::common::{State, cut, init, params, state, take_step};
+use crate::common::{State, cut, init, params, scratch, state, take_step};
 use crate::source::Source;
 use crate::{AdamOptions, LoadOptions, NvmeAdam, OptimError, ParamSpec, generations};
 
@@ -15,11 +15,6 @@ const SIZES: [usize; 3] = [20_000, 300, 5_000];
 
 fn io() -> IoOptions {
     IoOptions { backend: BackendChoice::Posix, direct: DirectChoice::Off, ..IoOptions::default() }
-}
-
-/// A folder in memory where there is one: what a power cut takes is the double's decision, not the drive's.
-fn scratch() -> tempfile::TempDir {
-    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
 fn options() -> AdamOptions {
@@ -74,7 +69,7 @@ impl Fixture {
         for generation in &found {
             let copy = scratch();
             let loaded = NvmeAdam::load(
-                &generation.path,
+                &[&generation.path],
                 copy.path(),
                 &self.params,
                 &options(),
@@ -232,11 +227,11 @@ fn o3_a_power_cut_anywhere_in_going_back_leaves_the_state_before_the_generation_
     let mut seen = std::collections::BTreeSet::new();
     for k in 0.. {
         let (dir, faults) = (fixture.copy(), Faults::new(k));
-        let source = Source::open(&dir.path().join("at-1")).unwrap();
+        let source = vec![Source::open(&dir.path().join("at-1")).unwrap()];
         let folder = DurableDir::open_with_faults(dir.path(), &io(), &faults).unwrap();
         faults.cut_at(k);
-        let replace = LoadOptions { replace: true };
-        let done = NvmeAdam::load_in(&source, folder, &fixture.params, &options(), replace).is_ok();
+        let replace = LoadOptions { replace: true, ..LoadOptions::default() };
+        let done = NvmeAdam::load_in(source, folder, &fixture.params, &options(), replace).is_ok();
         faults.restart().unwrap();
         let what = format!("cut at {k}");
         match NvmeAdam::open(dir.path(), &fixture.params, &options()) {
@@ -250,7 +245,7 @@ fn o3_a_power_cut_anywhere_in_going_back_leaves_the_state_before_the_generation_
         }
         // Whatever is there, the generation can be loaded.
         let again =
-            NvmeAdam::load(&dir.path().join("at-1"), dir.path(), &fixture.params, &options(), replace);
+            NvmeAdam::load(&[dir.path().join("at-1")], dir.path(), &fixture.params, &options(), replace);
         let mut adam = again.unwrap();
         fixture.check_state(&mut adam, &what);
         take_step(&mut adam, &fixture.params, 2).unwrap();

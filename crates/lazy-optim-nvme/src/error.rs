@@ -1,6 +1,7 @@
 //! What can go wrong, and what to do about it.
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use lazy_model::Bytes;
 
@@ -54,13 +55,29 @@ pub enum OptimError {
         /// Its folder.
         path: PathBuf,
     },
-    /// A file or folder of a generation cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
-    Read {
+    /// A file or folder of a generation or of a consolidated file cannot be used.
+    #[error("cannot {verb} {}: {source}", path.display())]
+    File {
+        /// What was tried.
+        verb: &'static str,
         /// The file or folder.
         path: PathBuf,
         /// The reason.
-        source: std::io::Error,
+        source: io::Error,
+    },
+    /// What was saved does not make up the parameters asked for.
+    #[error(
+        "what was saved does not fit: {difference}; load the generations of one step, of all ranks, of this model"
+    )]
+    Mismatch {
+        /// The first difference.
+        difference: String,
+    },
+    /// Loading would round moments.
+    #[error("{what}, so that moments would be rounded; set LoadOptions::lossy to accept that")]
+    Lossy {
+        /// Why.
+        what: String,
     },
     /// The store was made for other parameters or another cut.
     #[error(
@@ -217,4 +234,12 @@ pub enum OptimError {
     /// The files could not be read or written.
     #[error("optimizer state: {0}")]
     Store(#[from] StoreError),
+}
+
+impl OptimError {
+    /// Wraps an error of a call on a file or folder.
+    pub(crate) fn file(verb: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| OptimError::File { verb, path, source }
+    }
 }

@@ -140,6 +140,20 @@ impl Layout {
         &self.classes[self.classes.partition_point(|class| class.first <= bucket) - 1]
     }
 
+    /// The bucket that holds an element of the flat space which is a parameter's.
+    pub(crate) fn bucket_at(&self, flat: usize) -> usize {
+        let Class { range, step, first, .. } =
+            &self.classes[self.classes.partition_point(|class| class.range.start <= flat) - 1];
+        first + (flat - range.start) / step
+    }
+
+    /// Where each parameter starts in the flat space.
+    pub(crate) fn starts(&self) -> Vec<usize> {
+        let mut starts = vec![0; self.params.len()];
+        self.placed.iter().for_each(|&(start, param)| starts[param] = start);
+        starts
+    }
+
     /// The elements of one bucket, in the flat space.
     pub(crate) fn bucket(&self, bucket: usize) -> Range<usize> {
         let Class { range, step, first, .. } = self.class(bucket);

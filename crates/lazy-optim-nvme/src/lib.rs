@@ -10,13 +10,14 @@
 //! damaged, swapped or stale files by name. The price is twice the space of the state.
 //!
 //! **Checkpoints.** [`NvmeAdam::save`] gives the committed slots a second name in a folder of their own, a [`Generation`]; no
-//! data is copied, and steps may be taken meanwhile. [`generations`] lists them, [`NvmeAdam::load`] makes a store of one.
-//! After any crash each generation is whole or absent.
+//! data is copied, and steps may be taken meanwhile. [`generations`] lists them, [`NvmeAdam::load`] makes a store of one, or
+//! of those of several ranks, in whatever cut; [`export`] writes them as one safetensors file. After any crash each
+//! generation is whole or absent.
 //!
 //! **The same bits, however it is cut.** Neither bucket, chunk, ring depth nor thread count changes a result.
 //!
 //! ```
-//! use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, ParamSpec, StepInput};
+//! use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, LoadOptions, NvmeAdam, ParamSpec, StepInput};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let scratch = tempfile::tempdir()?;
@@ -48,7 +49,16 @@
 //! assert_eq!(resumed, w);
 //! assert!((w[0] - 3.0).abs() < 0.1);
 //! saving.wait()?;
-//! assert_eq!(lazy_optim_nvme::generations(&dir)?[0].name, "step-200");
+//!
+//! // Two ranks go on from what one has saved.
+//! let saved = &lazy_optim_nvme::generations(&dir)?[0];
+//! assert_eq!((saved.name.as_str(), saved.sequence), ("step-200", 200));
+//! for rank in [0, 1] {
+//!     let dir = dir.join(format!("rank-{rank}"));
+//!     let params = [params[0].clone().range(rank, 1 - rank)];
+//!     let adam = NvmeAdam::load(&[&saved.path], &dir, &params, &options, LoadOptions::default())?;
+//!     assert_eq!(adam.step_counts(), [200]);
+//! }
 //! # Ok(())
 //! # }
 //! ```
@@ -66,8 +76,11 @@ mod create;
 #[allow(dead_code, reason = "steps run on the CPU alone so far")]
 mod cuda;
 mod error;
+mod export;
 mod files;
+mod gather;
 mod home;
+mod import;
 mod layout;
 mod load;
 mod manifest;
@@ -83,6 +96,7 @@ mod record;
 mod reload;
 mod retire;
 mod ring;
+mod runs;
 mod save;
 mod seal;
 mod simd;
@@ -114,6 +128,7 @@ compile_error!("slot files are little-endian images of memory; a big-endian buil
 
 pub use adam::{Gradient, WeightsOut};
 pub use error::OptimError;
+pub use export::export;
 pub use lazy_store::durable::IoOptions;
 pub use lazy_store::{Bytes, NvmeMode, Seconds, Span};
 pub use load::LoadOptions;

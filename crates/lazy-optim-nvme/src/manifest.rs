@@ -57,7 +57,7 @@ impl Manifest {
             {
                 return Err(OptimError::NoStore { dir: folder.to_path_buf() });
             }
-            Err(source) => return Err(OptimError::Read { path, source }),
+            Err(source) => return Err(OptimError::file("read", &path)(source)),
         };
         Manifest::decode(&bytes).map_err(|damage| OptimError::Damaged { path, what: damage.to_string() })
     }

@@ -78,6 +78,24 @@ impl Moments {
         }
     }
 
+    /// Copies elements `range` of one block into another of the same format, from element `at` on. Elements under one scale
+    /// have to be under one in both.
+    pub(crate) fn copy(self, from: &[u8], range: Range<usize>, to: &mut [u8], at: usize) {
+        let end = at + range.len();
+        let size = match self {
+            Moments::F32 => 4,
+            Moments::Bf16 => 2,
+            Moments::Int8 => 1,
+        };
+        to[at * size..end * size].copy_from_slice(&from[range.start * size..range.end * size]);
+        if self == Moments::Int8 {
+            let (from, to) = (from[BLOCK..].as_chunks::<4>().0, to[BLOCK..].as_chunks_mut::<4>().0);
+            for piece in pieces(at..end, QUANT_BLOCK) {
+                to[piece.start / QUANT_BLOCK] = from[(piece.start - at + range.start) / QUANT_BLOCK];
+            }
+        }
+    }
+
     /// Writes elements `range` of a block. A scale's elements are written together: `range` has all of them that are any
     /// parameter's.
     #[inline(always)]

@@ -4,6 +4,7 @@
 use proptest::prelude::*;
 
 use crate::layout::Layout;
+use crate::manifest::{self, Manifest};
 use crate::record::{Committed, Record, Standing};
 use crate::slot::{Identity, SlotHead, SlotShape};
 use crate::{GroupOptions, Moments, ParamSpec};
@@ -87,6 +88,24 @@ proptest! {
         let (id, standing) = ([3; 16], Standing::Saved);
         let good = Record { id, layout_crc: 8, standing, sequence: 77, buckets, step_counts, groups, blob }.encode();
         check(&good, &changes, |bytes| Record::decode(bytes).ok(), Record::encode)?;
+    }
+
+    #[test]
+    fn changed_manifests_are_noticed_or_read_for_what_they_say(
+        sizes in prop::collection::vec(0..200usize, 1..5),
+        blob in prop::collection::vec(any::<u8>(), 0..40),
+        changes in prop::collection::vec(change(), 0..3),
+    ) {
+        let param = |(i, n): (usize, &usize)| ParamSpec::new(format!("p{i}"), &[*n]);
+        let params: Vec<_> = sizes.iter().enumerate().map(param).collect();
+        let layout = Layout::new(&params, 70).unwrap();
+        let (id, layout_crc) = ([3; 16], layout.encode(&[3; 16]).1);
+        let buckets = vec![Committed { slot: 1, generation: 77, head_crc: 5 }; layout.bucket_count()];
+        let (step_counts, groups, standing) = (vec![7; sizes.len()], Vec::new(), Standing::Committed);
+        let record = Record { id, layout_crc, standing, sequence: 77, buckets, step_counts, groups, blob };
+        let good = manifest::encode(&id, &layout, &record);
+        let encode = |read: &Manifest| manifest::encode(&read.id, &read.layout, &read.record);
+        check(&good, &changes, |bytes| Manifest::decode(bytes).ok(), encode)?;
     }
 
     #[test]

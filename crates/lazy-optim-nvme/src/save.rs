@@ -168,10 +168,9 @@ impl NvmeAdam {
 
 /// The generations in a store's folder, oldest first: those whose save came to its end. Folders of other content are left out.
 pub fn generations(dir: &Path) -> Result<Vec<Generation>, OptimError> {
-    let failed = |source| OptimError::Read { path: dir.to_path_buf(), source };
     let mut found = Vec::new();
-    for entry in std::fs::read_dir(dir).map_err(failed)? {
-        let entry = entry.map_err(failed)?;
+    for entry in std::fs::read_dir(dir).map_err(OptimError::file("list", dir))? {
+        let entry = entry.map_err(OptimError::file("list", dir))?;
         let (path, Ok(name)) = (entry.path(), entry.file_name().into_string()) else { continue };
         if let (Ok(()), Ok(Manifest { record, .. })) = (check_name(&name), Manifest::read(&path)) {
             found.push(Generation { path, name, sequence: record.sequence, blob: record.blob });

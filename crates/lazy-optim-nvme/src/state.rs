@@ -106,12 +106,7 @@ impl NvmeAdam {
     /// Size of all files of a store: of the buckets on NVMe two slots, or one with [`Durability::Checkpoint`], with padding and
     /// checksums, and the records.
     pub fn bytes_on_disk(params: &[ParamSpec], options: &AdamOptions) -> Result<Bytes, OptimError> {
-        let layout = Layout::new(params, options.bucket_elements)?;
-        let on_disk = layout.slots().skip(home::in_memory(&layout, options).0);
-        let slots: Bytes =
-            on_disk.map(|slot| slot.file_bytes() * home::slot_count(options.durability) as u64).sum();
-        let file = layout_file_bytes(layout.encode(&[0; 16]).0.len());
-        Ok(slots + file + record::page_bytes(&layout) * 2)
+        Ok(bytes_on_disk(&Layout::new(params, options.bucket_elements)?, options))
     }
 
     /// Memory of the chunk ring: depth x three sections of a chunk, whatever the size of the model; with
@@ -275,6 +270,14 @@ impl<const N: usize> ReadState<'_, N> {
         }
         Ok(())
     }
+}
+
+/// Size of all files of a store.
+pub(crate) fn bytes_on_disk(layout: &Layout, options: &AdamOptions) -> Bytes {
+    let on_disk = layout.slots().skip(home::in_memory(layout, options).0);
+    let count = home::slot_count(options.durability) as u64;
+    let slots: Bytes = on_disk.map(|slot| slot.file_bytes() * count).sum();
+    slots + layout_file_bytes(layout.encode(&[0; 16]).0.len()) + record::page_bytes(layout) * 2
 }
 
 /// The error for a block of a slot that does not match its checksum.

@@ -21,7 +21,13 @@ fn create(dir: &Path) -> (NvmeAdam, Vec<ParamSpec>) {
 }
 
 fn load(from: &Path, to: &Path, replace: bool) -> Result<NvmeAdam, OptimError> {
-    NvmeAdam::load(from, to, &params(&SIZES), &options(), LoadOptions { replace })
+    NvmeAdam::load(
+        &[from],
+        to,
+        &params(&SIZES),
+        &options(),
+        LoadOptions { replace, ..LoadOptions::default() },
+    )
 }
 
 fn names(dir: &Path) -> Vec<(String, u64)> {
@@ -156,4 +162,23 @@ fn names_that_cannot_be_and_folders_in_use_are_refused() {
         assert!(matches!(error, OptimError::NoStore { .. }), "{error}");
     }
     assert!(!dir.path().join("c").exists());
+}
+
+#[test]
+fn a_generation_on_another_file_system_is_copied() {
+    use std::os::unix::fs::MetadataExt;
+    let (from, to) = (common::scratch(), tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+    let (mut adam, params) = create(from.path());
+    take_step(&mut adam, &params, 1).unwrap();
+    let saved = state(&mut adam, &params);
+    adam.save("here").unwrap().wait().unwrap();
+    let mut loaded = load(&from.path().join("here"), &to.path().join("store"), false).unwrap();
+    assert!(state(&mut loaded, &params) == saved);
+    let names = |path: &Path| std::fs::metadata(path.join("bucket-00000.slot-1")).unwrap().nlink();
+    let [one, other] = [from.path(), to.path()].map(|path| std::fs::metadata(path).unwrap().dev());
+    assert_eq!(names(&from.path().join("here")), if one == other { 3 } else { 2 });
+    // What the folder holds goes only when it is asked for.
+    drop(loaded);
+    assert!(load(&from.path().join("here"), &to.path().join("store"), false).is_err());
+    load(&from.path().join("here"), &to.path().join("store"), true).unwrap();
 }

@@ -144,8 +144,8 @@ fn what_was_saved_from_any_home_is_loaded_into_any_other() {
         for (i, to) in ways.iter().enumerate() {
             let (source, dir) = (dir.path().join("a"), dir.path().join(format!("b{i}")));
             let load = |name| {
-                let options = LoadOptions { replace: true };
-                NvmeAdam::load(&source.join(name), &dir, &params, to, options).unwrap()
+                let options = LoadOptions { replace: true, ..LoadOptions::default() };
+                NvmeAdam::load(&[source.join(name)], &dir, &params, to, options).unwrap()
             };
             let mut adam = load("three");
             assert!(state(&mut adam, &params) == three);
@@ -175,8 +175,8 @@ fn a_store_between_saves_opens_again_after_a_save() {
     drop(adam);
     let error = NvmeAdam::open(dir.path(), &params, &options).unwrap_err();
     assert!(matches!(error, OptimError::NotKept { sequence: 1, .. }), "{error}");
-    let back = LoadOptions { replace: true };
-    let mut adam = NvmeAdam::load(&dir.path().join("one"), dir.path(), &params, &options, back).unwrap();
+    let back = LoadOptions { replace: true, ..LoadOptions::default() };
+    let mut adam = NvmeAdam::load(&[dir.path().join("one")], dir.path(), &params, &options, back).unwrap();
     assert!(state(&mut adam, &params) == one);
     // What is in RAM is not on disk after a save, but in what was saved.
     let options = kept(Bytes(u64::MAX));
@@ -203,7 +203,7 @@ fn a_flipped_bit_is_noticed_on_the_way_into_ram() {
     bytes[100_000] ^= 4;
     std::fs::write(&slot, bytes).unwrap();
     let source = dir.path().join("a/one");
-    let error = NvmeAdam::load(&source, &dir.path().join("b"), &params, &options, LoadOptions::default());
+    let error = NvmeAdam::load(&[&source], &dir.path().join("b"), &params, &options, LoadOptions::default());
     assert!(
         matches!(error, Err(OptimError::Checksum { bucket: 0, section: "main", first: 16_384, .. })),
         "{error:?}"

@@ -88,7 +88,7 @@ fn a_suspended_store_refuses_work_and_goes_on_where_it_was() {
         let two = state(&mut adam, &params);
         let other = tempfile::tempdir().unwrap();
         let (from, to) = (dir.path().join("two"), other.path().join("b"));
-        let mut adam = NvmeAdam::load(&from, &to, &params, &options, LoadOptions::default()).unwrap();
+        let mut adam = NvmeAdam::load(&[&from], &to, &params, &options, LoadOptions::default()).unwrap();
         adam.suspend().unwrap();
         adam.resume().unwrap();
         assert!(state(&mut adam, &params) == two);

@@ -432,7 +432,10 @@ fn open_store(
 /// Goes back to the state that was saved last.
 fn load_newest(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<NvmeAdam> {
     match lazy_optim_nvme::generations(dir)?.last() {
-        Some(newest) => Ok(NvmeAdam::load(&newest.path, dir, specs, adam, LoadOptions { replace: true })?),
+        Some(newest) => {
+            let load = LoadOptions { replace: true, ..LoadOptions::default() };
+            Ok(NvmeAdam::load(&[&newest.path], dir, specs, adam, load)?)
+        }
         None => Err(TrainError::Usage(format!(
             "the run was stopped before the state in {} was first saved, so there is nothing to continue: start it again (with \
              --durability step every step can be continued)",

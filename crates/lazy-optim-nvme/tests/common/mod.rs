@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "every test program uses another part")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot set up should stop")]
 
+pub(crate) mod ranks;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -11,6 +13,11 @@ use lazy_optim_nvme::{
 
 /// Main, first and second moment of every parameter, as bits.
 pub(crate) type State = Vec<[Vec<u32>; 3]>;
+
+/// A folder in memory, where there is one, for tests that flush a lot and ask nothing of the drive.
+pub(crate) fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
 
 /// Options with small buckets.
 pub(crate) fn options(bucket_elements: usize) -> AdamOptions {

@@ -1,0 +1,122 @@
+//! Export of saved state into one file that other programs read.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use crate::gather::Gather;
+use crate::load::open_sources;
+use crate::runs::global_shape;
+use crate::slot::BLOCK;
+use crate::source::Source;
+use crate::{Moments, OptimError, ParamSpec};
+
+/// What a file says of itself in its metadata.
+pub(crate) const FORMAT: &str = "lazy-optim-nvme";
+pub(crate) const VERSION: &str = "1";
+pub(crate) const STEP_COUNTS: &str = "step_counts";
+pub(crate) const SEQUENCE: &str = "sequence";
+pub(crate) const BLOB: &str = "blob";
+
+/// What the names of a parameter's moments end with.
+pub(crate) const MOMENTS: [&str; 2] = [".exp_avg", ".exp_avg_sq"];
+
+/// Writes what was saved, one generation or those of several ranks that together hold the parameters, into one safetensors
+/// file: of every parameter `NAME`, `NAME.exp_avg` and `NAME.exp_avg_sq`, whole and as float32, and in `__metadata__` the
+/// step counts, so that [`NvmeAdam::load`](crate::NvmeAdam::load) reads it back. Streamed, in the memory of a few blocks.
+///
+/// The file is written beside `file` under a name with `.tmp`, flushed and renamed; one that is there already is replaced.
+///
+/// # Errors
+///
+/// Those of loading, but for [`OptimError::Lossy`]: 8-bit and bfloat16 moments are written as the values they stand for.
+/// [`OptimError::File`] where the file cannot be written.
+pub fn export<P: AsRef<Path>>(sources: &[P], file: &Path) -> Result<(), OptimError> {
+    let sources = open_sources(sources)?;
+    let params = whole_params(&sources)?;
+    // To float32 nothing is rounded.
+    let mut gather = Gather::new(sources, &params, true)?;
+    let header = header(&params, &gather)?;
+    let mut temporary = OsString::from(file);
+    temporary.push(".tmp");
+    let temporary = PathBuf::from(temporary);
+    let written = write(&temporary, &header, &params, &mut gather)
+        .and_then(|()| std::fs::rename(&temporary, file).map_err(OptimError::file("rename", &temporary)));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&temporary);
+        return written;
+    }
+    let named = |parent: &&Path| !parent.as_os_str().is_empty();
+    let parent = file.parent().filter(named).unwrap_or(Path::new("."));
+    let flushed = File::open(parent).and_then(|folder| folder.sync_all());
+    flushed.map_err(OptimError::file("flush", parent))
+}
+
+/// Every parameter of the sources, whole, by name.
+fn whole_params(sources: &[Source]) -> Result<Vec<ParamSpec>, OptimError> {
+    let mut whole = BTreeMap::new();
+    for param in sources.iter().flat_map(Source::params) {
+        whole.entry(param.name.clone()).or_insert_with(|| ParamSpec::new(&param.name, global_shape(param)));
+    }
+    for name in whole.keys() {
+        if let Some(end) = MOMENTS.iter().find(|end| whole.contains_key(&format!("{name}{end}"))) {
+            let what = format!(
+                "a parameter is called {name}{end}, as the moment of {name} would be; rename one of them"
+            );
+            return Err(OptimError::Option { what });
+        }
+    }
+    Ok(whole.into_values().collect())
+}
+
+/// Length and header, padded so that the data is aligned. A parameter's three tensors follow each other.
+fn header(params: &[ParamSpec], gather: &Gather) -> Result<Vec<u8>, OptimError> {
+    let counts = gather.step_counts();
+    let counts: BTreeMap<_, _> = params.iter().map(|param| &param.name).zip(counts).collect();
+    let encode =
+        |e: serde_json::Error| OptimError::Option { what: format!("the header cannot be written: {e}") };
+    let counts = serde_json::to_string(&counts).map_err(encode)?;
+    let blob: String = gather.blob().iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut entries = serde_json::Map::new();
+    let notes = serde_json::json!({
+        "format": FORMAT, "version": VERSION, STEP_COUNTS: counts, SEQUENCE: gather.sequence().to_string(), BLOB: blob
+    });
+    entries.insert("__metadata__".into(), notes);
+    let mut at = 0;
+    for param in params {
+        let bytes = 4 * param.shape.iter().product::<usize>();
+        for end in ["", MOMENTS[0], MOMENTS[1]] {
+            let tensor =
+                serde_json::json!({ "dtype": "F32", "shape": param.shape, "data_offsets": [at, at + bytes] });
+            entries.insert(format!("{}{end}", param.name), tensor);
+            at += bytes;
+        }
+    }
+    let mut text = serde_json::to_vec(&entries).map_err(encode)?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+    Ok([(text.len() as u64).to_le_bytes().as_slice(), &text].concat())
+}
+
+fn write(path: &Path, header: &[u8], params: &[ParamSpec], gather: &mut Gather) -> Result<(), OptimError> {
+    let file = File::create(path).map_err(OptimError::file("create", path))?;
+    file.write_all_at(header, 0).map_err(OptimError::file("write", path))?;
+    let mut block = [(); 3].map(|()| vec![0f32; BLOCK]);
+    let mut at = header.len() as u64;
+    for (index, param) in params.iter().enumerate() {
+        let elements: usize = param.shape.iter().product();
+        for first in (0..elements).step_by(BLOCK) {
+            let count = BLOCK.min(elements - first);
+            let mut sections = block.each_mut().map(|values| bytemuck::cast_slice_mut(values));
+            gather.fill(index, first, Moments::F32, &mut sections, 0..count)?;
+            for (section, values) in block.iter().enumerate() {
+                let offset = at + 4 * (section * elements + first) as u64;
+                let bytes = bytemuck::cast_slice(&values[..count]);
+                file.write_all_at(bytes, offset).map_err(OptimError::file("write", path))?;
+            }
+        }
+        at += 12 * elements as u64;
+    }
+    file.sync_all().map_err(OptimError::file("flush", path))
+}
