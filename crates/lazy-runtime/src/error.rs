@@ -14,6 +14,24 @@ pub enum RuntimeError {
     /// Nothing to run.
     #[error("the model has no layers, or its step no micro-batches: give at least one of each")]
     Empty,
+    /// A schedule by hand that is none of this model.
+    #[error("{letters:?} places no {boundaries} boundaries: give one letter of `G C N -` for each")]
+    Letters {
+        /// What was given.
+        letters: String,
+        /// Boundaries of the model.
+        boundaries: usize,
+    },
+    /// Weights that are no float32.
+    #[error(
+        "weights of {name} have {bytes}, no multiple of four bytes: set them as bytes, by `Executor::set_weights`"
+    )]
+    NotFloats {
+        /// The parameter.
+        name: String,
+        /// Bytes declared.
+        bytes: lazy_model::Bytes,
+    },
     /// Owners of one parameter disagree.
     #[error(
         "parameter {id} is declared with other sizes as {first} than as {second}: give two parameters two ids"

@@ -4,13 +4,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lazy_model::step::{StepPlan, TierBytes};
 use lazy_model::{Bytes, Lane, Tier};
-use lazy_store::{Event, Extent, Routine, Store, StoreError, Submission};
+use lazy_store::{Event, Extent, Routine, Store, StoreError, StoreOptions, Submission};
 use smallvec::SmallVec;
 
 use crate::calls::Common;
 use crate::error::RuntimeError;
 use crate::hook::{FinalGradient, Hook, HookCalls};
-use crate::layer::{LayerError, ParameterId};
+use crate::layer::{LayerError, Parameter, ParameterId};
 use crate::model::{HeldId, Model, Owner};
 use crate::notes::Notes;
 use crate::program::{Operation, Place, Prepared, Program};
@@ -55,7 +55,36 @@ pub struct Step {
     pub inputs: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
+impl Step {
+    /// A step of seed 0 with these side inputs, one for each micro-batch.
+    ///
+    /// ```
+    /// # use lazy_runtime::Step;
+    /// let tokens: Vec<u32> = vec![3, 1, 2];
+    /// let step = Step { seed: 42, ..Step::with_inputs(7, [tokens]) };
+    /// assert_eq!((step.step, step.inputs.len()), (7, 1));
+    /// ```
+    pub fn with_inputs<T: Send + Sync + 'static>(step: u64, inputs: impl IntoIterator<Item = T>) -> Step {
+        let inputs = inputs.into_iter().map(|input| Arc::new(input) as _).collect();
+        Step { seed: 0, step, inputs }
+    }
+}
+
 impl Executor {
+    /// Opens a store, takes what [`Executor::new`] takes, and prepares `plan`. For a store of the plan's size see [`Model::store_options`].
+    ///
+    /// # Errors
+    /// When the store cannot be opened or has not the room, and when the plan is none of this model.
+    pub fn open(
+        model: Model,
+        plan: StepPlan,
+        store: StoreOptions,
+    ) -> Result<(Executor, Program), RuntimeError> {
+        let executor = Executor::new(Store::open(store)?, model, ExecutorOptions::default())?;
+        let program = executor.prepare(plan)?;
+        Ok((executor, program))
+    }
+
     /// Takes HBM for what stays there, and the homes of what is streamed. Weights are zero until they are set.
     ///
     /// # Errors
@@ -181,6 +210,27 @@ impl Executor {
         Ok(self.store.synchronize()?)
     }
 
+    /// Sets all weights that the runtime keeps, float32: `fill` is called for each parameter, in the order of their ids, with zeros to write to.
+    /// Takes as much RAM as the largest of them, and as the buffer it lies in.
+    ///
+    /// # Errors
+    /// When weights are no multiple of four bytes.
+    pub fn initialize(&self, mut fill: impl FnMut(&Parameter, &mut [f32])) -> Result<(), RuntimeError> {
+        for parameter in self.model.parameters() {
+            let Parameter { id, weights: bytes, .. } = *parameter;
+            if bytes == Bytes::ZERO {
+                continue;
+            }
+            if !bytes.get().is_multiple_of(4) {
+                return Err(RuntimeError::NotFloats { name: parameter.name.clone(), bytes });
+            }
+            let mut values = vec![0.0; bytes.get() as usize / 4];
+            fill(parameter, &mut values);
+            self.set_weights(&[(id, bytemuck::cast_slice(&values))])?;
+        }
+        Ok(())
+    }
+
     /// A copy of the weights of a parameter that the runtime keeps.
     ///
     /// # Errors
@@ -238,6 +288,22 @@ impl Executor {
         let losses = self.losses()?;
         let held = (each_tier(|tier| self.store.peak(tier)), each_tier(|tier| self.store.high_water(tier)));
         Ok(StepReport::new(program, spans, micro_batches, losses, held))
+    }
+
+    /// Runs steps one after the other. Returns the losses of all, a step's micro-batches beside each other.
+    ///
+    /// # Errors
+    /// As [`Executor::run`], at the first step that fails.
+    pub fn run_all(
+        &mut self,
+        program: &mut Program,
+        steps: impl IntoIterator<Item = Step>,
+    ) -> Result<Vec<f32>, RuntimeError> {
+        let mut losses = Vec::new();
+        for step in steps {
+            losses.extend(self.run(program, &step)?.losses);
+        }
+        Ok(losses)
     }
 
     fn losses(&self) -> Result<Vec<f32>, RuntimeError> {

@@ -28,6 +28,22 @@ pub struct FinalGradient<'a> {
     pub stream: Option<Stream>,
 }
 
+impl<'a> FinalGradient<'a> {
+    /// Weights and gradient, in a hook of [`crate::Executor::update_in_backward`].
+    ///
+    /// # Errors
+    /// When one of them is not there: the layer keeps it, it lies on NVMe, or the hook is not one for updates.
+    pub fn in_memory(self) -> Result<(Output<'a>, Input<'a>), LayerError> {
+        let name = &self.parameter.name;
+        self.weights.zip(self.gradient).ok_or_else(|| {
+            format!(
+                "weights or gradient of {name} are not handed over: the layer keeps them, or they lie on NVMe"
+            )
+            .into()
+        })
+    }
+}
+
 /// What the caller gives.
 pub(crate) type OnFinal = dyn Fn(FinalGradient<'_>) -> Result<(), LayerError> + Send + Sync;
 

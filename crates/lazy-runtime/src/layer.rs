@@ -139,6 +139,21 @@ pub struct LayerSizes {
     pub backward_workspace: Bytes,
 }
 
+impl LayerSizes {
+    /// Those of a layer whose framework keeps a graph of `graph` bytes from forward to backward, outside the store: as much again is needed while
+    /// it is built for the output alone, and while gradients pass through it.
+    ///
+    /// ```
+    /// # use lazy_model::Bytes;
+    /// # use lazy_runtime::LayerSizes;
+    /// let sizes = LayerSizes::graph(Bytes(1024), Bytes(12 * 1024));
+    /// assert_eq!((sizes.output, sizes.saved), (Bytes(1024), sizes.backward_workspace));
+    /// ```
+    pub fn graph(output: Bytes, graph: Bytes) -> LayerSizes {
+        LayerSizes { output, saved: graph, forward_workspace: graph, backward_workspace: graph }
+    }
+}
+
 /// Names a parameter. Two owners that declare the same id share one parameter, as tied embeddings do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ParameterId(pub usize);
@@ -262,17 +277,25 @@ pub trait Prologue: Send + Sync {
     /// Whatever it fails with; the step is abandoned.
     fn forward(&self, cx: &Context<'_>, weights: Weights<'_>, out: Output<'_>) -> Result<(), LayerError>;
 
-    /// Takes the gradient of boundary 0.
+    /// Takes the gradient of boundary 0. Where there is nothing to train, there is nothing to write here.
     ///
     /// # Errors
-    /// Whatever it fails with; the step is abandoned.
+    /// Whatever it fails with; the step is abandoned. As it stands, when there are parameters.
     fn backward(
         &self,
-        cx: &Context<'_>,
-        weights: Weights<'_>,
-        dy: Input<'_>,
-        grads: Grads<'_>,
-    ) -> Result<(), LayerError>;
+        _: &Context<'_>,
+        _: Weights<'_>,
+        _: Input<'_>,
+        _: Grads<'_>,
+    ) -> Result<(), LayerError> {
+        match self.parameters().first() {
+            None => Ok(()),
+            Some(Parameter { name, .. }) => {
+                Err(format!("the prologue declares {name} and has no backward: write `Prologue::backward`")
+                    .into())
+            }
+        }
+    }
 }
 
 /// Turns the last boundary into a loss.

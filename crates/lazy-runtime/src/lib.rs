@@ -3,7 +3,8 @@
 //! | concept | what it is |
 //! | --- | --- |
 //! | [`Layer`] | one layer of a model: forward, backward, and what it saves in between |
-//! | [`Prologue`], [`Epilogue`] | what makes boundary 0 (an embedding), what turns boundary N into a loss and its gradient |
+//! | [`Prologue`], [`Epilogue`] | what makes boundary 0 (an embedding), what turns boundary N into a loss and its gradient; functions will do ([`Source`]) |
+//! | [`AutogradLayer`] | a module of a framework that differentiates by itself, as a layer |
 //! | [`Parameter`] | weights and a gradient that the runtime keeps for its owners, in HBM or streamed |
 //! | [`Model`] | these together: their sizes, for a planner, and where parameters lie |
 //! | [`Program`] | a plan that was checked to be a step of the model |
@@ -27,11 +28,13 @@
 #![doc = include_str!("../examples/scale.rs")]
 //! ```
 
+mod autograd;
 mod calls;
 #[cfg(feature = "candle")]
 pub mod candle;
 mod error;
 mod executor;
+mod functions;
 mod gradients;
 mod hook;
 mod layer;
@@ -41,8 +44,10 @@ mod program;
 mod report;
 mod view;
 
+pub use autograd::{Autograd, AutogradLayer};
 pub use error::RuntimeError;
 pub use executor::{Executor, ExecutorOptions, Step};
+pub use functions::Source;
 pub use gradients::Gradients;
 pub use hook::FinalGradient;
 pub use layer::{

@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use lazy_model::step::{StepPlan, StepSizes, Streamed, TierBytes, Workspaces};
-use lazy_model::{Bytes, Schedule, Tier};
+use lazy_model::{Bytes, Placement, Schedule, Tier};
+use lazy_store::{NvmeOptions, StoreOptions};
 
 use crate::error::RuntimeError;
 use crate::layer::{Epilogue, Layer, Parameter, ParameterId, Prologue};
@@ -131,12 +133,23 @@ impl Owner {
 }
 
 impl Model {
-    /// Takes a model's parts, asks them for their sizes and parameters, and says where those lie.
+    /// Takes a model's parts, asks them for their sizes and parameters, and says where those lie. Layers of several kinds are a
+    /// `Vec<Arc<dyn Layer>>`; prologue and epilogue may be functions, see [`crate::Source`].
     ///
     /// # Errors
     /// When there are no layers or no micro-batches, when two owners of a parameter declare it differently, and when an owner declares one
     /// twice.
-    pub fn new(
+    pub fn new<L: Layer + 'static>(
+        prologue: impl Prologue + 'static,
+        layers: Vec<L>,
+        epilogue: impl Epilogue + 'static,
+        options: ModelOptions,
+    ) -> Result<Model, RuntimeError> {
+        let layers = layers.into_iter().map(|layer| Arc::new(layer) as Arc<dyn Layer>).collect();
+        Model::of(Arc::new(prologue), layers, Arc::new(epilogue), options)
+    }
+
+    fn of(
         prologue: Arc<dyn Prologue>,
         layers: Vec<Arc<dyn Layer>>,
         epilogue: Arc<dyn Epilogue>,
@@ -185,6 +198,23 @@ impl Model {
         Bytes(ends.map(|h| h.offset + h.bytes.align_up(ALIGNMENT).get()).max().unwrap_or_default())
     }
 
+    /// A schedule by hand, one letter a boundary: `G` stays in HBM, `C` goes to host RAM, `N` to NVMe, `-` is recomputed. No layer keeps its
+    /// internals, and boundaries come back as [`lazy_model::schedule::Execution`] does by default; both can be changed before [`Model::plan`].
+    ///
+    /// # Errors
+    /// When there are more or fewer letters than boundaries, or others.
+    pub fn schedule(&self, letters: &str) -> Result<Schedule, RuntimeError> {
+        let mut schedule = Schedule::named("by hand", &self.sizes.boundary, false);
+        let placement: Option<Vec<Placement>> = letters.chars().map(Placement::from_letter).collect();
+        match placement {
+            Some(placement) if placement.len() == schedule.placement.len() => {
+                schedule.placement = placement;
+                Ok(schedule)
+            }
+            _ => Err(RuntimeError::Letters { letters: letters.into(), boundaries: schedule.placement.len() }),
+        }
+    }
+
     /// The operations of `schedule` for this model.
     ///
     /// # Errors
@@ -197,6 +227,34 @@ impl Model {
     /// plans, an evaluation's ([`StepPlan::evaluation`]) among them, needs the largest in each tier.
     pub fn needs(&self, plan: &StepPlan) -> TierBytes {
         TierBytes { hbm: plan.extents.hbm + self.resident(), ..plan.extents }
+    }
+
+    /// A store of exactly what `plan` needs, on the host device; what goes to NVMe lies in a file in the folder `spill`, and without such there
+    /// is no file. The rest can be set as in any store:
+    ///
+    /// ```
+    /// # use lazy_model::Bytes;
+    /// # use lazy_runtime::*;
+    /// # use lazy_store::StoreOptions;
+    /// # struct Same;
+    /// # impl Layer for Same {
+    /// #     fn sizes(&self) -> LayerSizes { LayerSizes { output: Bytes(1024), ..LayerSizes::default() } }
+    /// #     fn forward(&self, _: &Context<'_>, _: Forward<'_>) -> Result<Saved, LayerError> { Ok(Saved::none()) }
+    /// #     fn backward(&self, _: &Context<'_>, _: Backward<'_>) -> Result<(), LayerError> { Ok(()) }
+    /// # }
+    /// # let source = Source::new(Bytes(1024), |_: &Context<'_>, _: Output<'_>| Ok(()));
+    /// # let loss = |_: &Context<'_>, _: Loss<'_>| Ok(());
+    /// # let model = Model::new(source, vec![Same, Same], loss, ModelOptions::default())?;
+    /// let plan = model.plan(&model.schedule("CGG")?)?;
+    /// let options = StoreOptions { poison: true, ..model.store_options(&plan, std::env::temp_dir()) };
+    /// assert!(options.host >= Bytes(1024) && options.nvme.is_none());
+    /// let (executor, program) = Executor::open(model, plan, options)?;
+    /// # Ok::<(), RuntimeError>(())
+    /// ```
+    pub fn store_options(&self, plan: &StepPlan, spill: impl Into<PathBuf>) -> StoreOptions {
+        let TierBytes { hbm, host, nvme } = self.needs(plan);
+        let nvme = (nvme > Bytes::ZERO).then(|| NvmeOptions::new(spill, nvme));
+        StoreOptions { hbm, host, nvme, ..StoreOptions::default() }
     }
 
     /// The losses of a step's micro-batches.

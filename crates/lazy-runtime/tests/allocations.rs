@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use lazy_model::{Bytes, Placement, Schedule};
 use lazy_runtime::{
-    Backward, Context, Epilogue, Executor, ExecutorOptions, Forward, Grads, Input, Layer, LayerError,
-    LayerSizes, Loss, Model, ModelOptions, Output, Parameter, Prologue, Saved, Step, Weights,
+    Backward, Context, Epilogue, Executor, ExecutorOptions, Forward, Layer, LayerError, LayerSizes, Loss,
+    Model, ModelOptions, Output, Parameter, Prologue, Saved, Step, Weights,
 };
 use lazy_store::{Store, StoreOptions};
 
@@ -84,15 +84,6 @@ impl Prologue for Ends {
     }
     fn forward(&self, _: &Context<'_>, _: Weights<'_>, out: Output<'_>) -> Result<(), LayerError> {
         out.f32()?.fill(1.0);
-        Ok(())
-    }
-    fn backward(
-        &self,
-        _: &Context<'_>,
-        _: Weights<'_>,
-        _: Input<'_>,
-        _: Grads<'_>,
-    ) -> Result<(), LayerError> {
         Ok(())
     }
 }

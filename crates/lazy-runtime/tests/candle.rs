@@ -5,14 +5,12 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Shape, Tensor, Var};
-use lazy_model::{Bytes, Placement, Schedule};
+use lazy_model::Bytes;
 use lazy_runtime::candle::{CandleLayer, Parameter, Weight, read, tensor, write};
 use lazy_runtime::{
-    Backward, Context, Epilogue, Executor, ExecutorOptions, Forward, Gradients, Grads, Input, Layer,
-    LayerError, LayerSizes, Loss, Model, ModelOptions, Output, ParameterId, Phase, Program, Prologue, Saved,
-    Step, Weights,
+    Backward, Context, Epilogue, Executor, Forward, Gradients, Grads, Input, Layer, LayerError, LayerSizes,
+    Loss, Model, ModelOptions, Output, ParameterId, Phase, Program, Prologue, Saved, Step, Weights,
 };
-use lazy_store::{NvmeOptions, Store, StoreOptions};
 
 fn forward(layer: &CandleLayer, x: &[u8], out: Option<&mut [u8]>, save: bool) -> Result<Saved, LayerError> {
     let call = Forward {
@@ -114,15 +112,6 @@ impl Prologue for Ends {
         out.f32()?.iter_mut().enumerate().for_each(|(i, x)| *x = ((i + 31 * seed) as f32).cos());
         Ok(())
     }
-    fn backward(
-        &self,
-        _: &Context<'_>,
-        _: Weights<'_>,
-        _: Input<'_>,
-        _: Grads<'_>,
-    ) -> Result<(), LayerError> {
-        Ok(())
-    }
 }
 
 impl Epilogue for Ends {
@@ -136,15 +125,9 @@ impl Epilogue for Ends {
 /// Under a plan that uses every place a boundary can be in.
 fn set_up(layers: Vec<Arc<dyn Layer>>, options: ModelOptions, dir: &std::path::Path) -> (Executor, Program) {
     let model = Model::new(Arc::new(Ends), layers, Arc::new(Ends), options).unwrap();
-    let mut schedule = Schedule::named("by hand", &model.sizes().boundary, false);
-    schedule.placement = "CN--G".chars().filter_map(Placement::from_letter).collect();
-    let plan = model.plan(&schedule).unwrap();
-    let needs = model.needs(&plan);
-    let nvme = Some(NvmeOptions::new(dir, needs.nvme));
-    let options = StoreOptions { hbm: needs.hbm, host: needs.host, nvme, ..StoreOptions::default() };
-    let executor = Executor::new(Store::open(options).unwrap(), model, ExecutorOptions::default()).unwrap();
-    let program = executor.prepare(plan).unwrap();
-    (executor, program)
+    let plan = model.plan(&model.schedule("CN--G").unwrap()).unwrap();
+    let options = model.store_options(&plan, dir);
+    Executor::open(model, plan, options).unwrap()
 }
 
 fn descend(weights: &mut [f32], gradient: &[f32]) {

@@ -44,14 +44,14 @@ pub(crate) fn model(shape: &Shape<'_>, options: ModelOptions) -> Result<Model, R
     let layers = (0..shape.saved.len()).map(|l| {
         let sizes =
             LayerSizes { output: shape.boundary[l + 1], saved: shape.saved[l], ..LayerSizes::default() };
-        Arc::new(Timed {
+        Timed {
             sizes,
             weights: shape.weights,
             parameter: l,
             forward: costs.forward[l],
             saving: costs.saving_forward[l],
             backward: costs.backward[l],
-        }) as Arc<dyn Layer>
+        }
     });
     let ends = Arc::new(Ends {
         output: shape.boundary[0],
@@ -59,7 +59,7 @@ pub(crate) fn model(shape: &Shape<'_>, options: ModelOptions) -> Result<Model, R
         loss: costs.epilogue,
         prologue_backward: costs.prologue_backward,
     });
-    Model::new(Arc::clone(&ends) as Arc<dyn Prologue>, layers.collect(), ends, options)
+    Model::new(Arc::clone(&ends), layers.collect(), ends, options)
 }
 
 /// Returns `time` after `start`, most of it without taking the CPU.

@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use criterion::Criterion;
 use lazy_model::timeline::{LinkRates, StepCosts};
-use lazy_model::{Bytes, Placement, Schedule, Seconds};
-use lazy_runtime::{Executor, ExecutorOptions, ModelOptions, Program, Step};
-use lazy_store::{NvmeOptions, Store, StoreOptions};
+use lazy_model::{Bytes, Seconds};
+use lazy_runtime::{Executor, ModelOptions, Program, Step};
 use serde_json::{Value, json};
 
 use crate::Outcome;
@@ -63,17 +62,12 @@ fn prepared(case: &Case, dir: &Path) -> Outcome<(Executor, Program)> {
         ..ModelOptions::default()
     };
     let model = model(&shape, options)?;
-    let mut schedule = Schedule::named(case.name, &model.sizes().boundary, case.keep);
-    let letters = case.letters.chars().filter_map(Placement::from_letter).cycle();
-    schedule.placement[..LAYERS].iter_mut().zip(letters).for_each(|(placement, letter)| *placement = letter);
+    let letters: String = case.letters.chars().cycle().take(LAYERS).chain(['G']).collect();
+    let mut schedule = model.schedule(&letters)?;
+    schedule.keep = vec![case.keep; LAYERS];
     let plan = model.plan(&schedule)?;
-    let needs = model.needs(&plan);
-    let nvme = (needs.nvme > Bytes::ZERO).then(|| NvmeOptions::new(dir, needs.nvme));
-    let store =
-        Store::open(StoreOptions { hbm: needs.hbm, host: needs.host, nvme, ..StoreOptions::default() })?;
-    let executor = Executor::new(store, model, ExecutorOptions::default())?;
-    let program = executor.prepare(plan)?;
-    Ok((executor, program))
+    let options = model.store_options(&plan, dir);
+    Ok(Executor::open(model, plan, options)?)
 }
 
 /// The rows of all cases. What criterion says goes to standard output, which is to be elsewhere meanwhile.

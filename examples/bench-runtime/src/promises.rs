@@ -6,10 +6,10 @@ use std::path::Path;
 use lazy_model::schedule::ExposedSeconds;
 use lazy_model::timeline::Timeline;
 use lazy_model::{Bytes, Lane, Seconds, Span, TierBytes, Verified};
-use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
+use lazy_runtime::{Executor, Program, Step, StepReport};
 use lazy_solver::SolveOptions;
 use lazy_solver::step::{StepOptions, solve_step};
-use lazy_store::{LinkLimits, NvmeOptions, Store, StoreOptions};
+use lazy_store::{LinkLimits, StoreOptions};
 use serde_json::{Value, json};
 
 use crate::Outcome;
@@ -175,7 +175,6 @@ impl<'a> Running<'a> {
     fn new(dir: &Path, case: &'a Case) -> Outcome<Running<'a>> {
         let model = case.drawn.model()?;
         let plan = case.verified.plan.clone();
-        let needs = model.needs(&plan);
         let links = case.drawn.problem.costs.links;
         let limits = LinkLimits {
             h2d: Some(links.h2d),
@@ -183,16 +182,8 @@ impl<'a> Running<'a> {
             nvme_write: Some(links.nvme_write),
             nvme_read: Some(links.nvme_read),
         };
-        let nvme = (needs.nvme > Bytes::ZERO).then(|| NvmeOptions::new(dir, needs.nvme));
-        let store = Store::open(StoreOptions {
-            hbm: needs.hbm,
-            host: needs.host,
-            nvme,
-            limits,
-            ..StoreOptions::default()
-        })?;
-        let executor = Executor::new(store, model, ExecutorOptions::default())?;
-        let program = executor.prepare(plan)?;
+        let options = StoreOptions { limits, ..model.store_options(&plan, dir) };
+        let (executor, program) = Executor::open(model, plan, options)?;
         Ok(Running { case, executor, program, reports: Vec::new() })
     }
 

@@ -4,13 +4,15 @@ use burn::nn::{Linear, LinearConfig};
 use burn::prelude::*;
 use burn::tensor::activation::gelu;
 use lazy_model::Bytes;
-use lazy_runtime::{Context, Epilogue, Grads, Input, LayerError, Loss, Output, Prologue, Weights};
+use lazy_runtime::{Context, LayerError, Loss, Output};
 
 pub(crate) const ROWS: usize = 64;
 pub(crate) const WIDTH: usize = 32;
-pub(crate) const BLOCKS: usize = 6;
+const BLOCKS: usize = 6;
 
 pub(crate) const BOUNDARY: Bytes = Bytes((4 * ROWS * WIDTH) as u64);
+/// What a block's graph keeps: its input and output, and about five tensors of twice their width.
+pub(crate) const GRAPH: Bytes = Bytes(12 * BOUNDARY.get());
 
 /// y = x + W2 gelu(W1 x).
 #[derive(Module, Debug)]
@@ -20,7 +22,7 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    pub(crate) fn new(device: &Device) -> Block {
+    fn new(device: &Device) -> Block {
         let linear = |from, to| LinearConfig::new(from, to).init(device);
         Block { up: linear(WIDTH, 2 * WIDTH), down: linear(2 * WIDTH, WIDTH) }
     }
@@ -28,6 +30,13 @@ impl Block {
     pub(crate) fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         x.clone() + self.down.forward(gelu(self.up.forward(x)))
     }
+}
+
+/// The model's blocks, with their first weights.
+pub(crate) fn blocks() -> Vec<Block> {
+    let device = Device::default().autodiff();
+    device.seed(7);
+    (0..BLOCKS).map(|_| Block::new(&device)).collect()
 }
 
 /// What goes in and what shall come out: every row sorted.
@@ -39,35 +48,18 @@ pub(crate) fn batch(step: u64) -> (Vec<f32>, Vec<f32>) {
     (x, y)
 }
 
-/// Where rows come in, and the mean square of what is off at the end.
-pub(crate) struct Ends;
-
-impl Prologue for Ends {
-    fn output_bytes(&self) -> Bytes {
-        BOUNDARY
-    }
-    fn forward(&self, cx: &Context<'_>, _: Weights<'_>, out: Output<'_>) -> Result<(), LayerError> {
-        out.f32()?.copy_from_slice(&cx.inputs::<(Vec<f32>, Vec<f32>)>()?.0);
-        Ok(())
-    }
-    fn backward(
-        &self,
-        _: &Context<'_>,
-        _: Weights<'_>,
-        _: Input<'_>,
-        _: Grads<'_>,
-    ) -> Result<(), LayerError> {
-        Ok(())
-    }
+/// Where rows come in.
+pub(crate) fn rows(cx: &Context<'_>, out: Output<'_>) -> Result<(), LayerError> {
+    out.f32()?.copy_from_slice(&cx.inputs::<(Vec<f32>, Vec<f32>)>()?.0);
+    Ok(())
 }
 
-impl Epilogue for Ends {
-    fn run(&self, cx: &Context<'_>, call: Loss<'_>) -> Result<(), LayerError> {
-        let (x, wanted) = (call.x.f32()?, &cx.inputs::<(Vec<f32>, Vec<f32>)>()?.1);
-        let count = x.len() as f32;
-        call.loss.f32()?[0] = x.iter().zip(wanted).map(|(x, y)| (x - y) * (x - y) / count).sum();
-        let Some(dx) = call.dx else { return Ok(()) };
-        dx.f32()?.iter_mut().zip(x.iter().zip(wanted)).for_each(|(dx, (x, y))| *dx = 2.0 * (x - y) / count);
-        Ok(())
-    }
+/// The mean square of what is off at the end.
+pub(crate) fn loss(cx: &Context<'_>, call: Loss<'_>) -> Result<(), LayerError> {
+    let (x, wanted) = (call.x.f32()?, &cx.inputs::<(Vec<f32>, Vec<f32>)>()?.1);
+    let count = x.len() as f32;
+    call.loss.f32()?[0] = x.iter().zip(wanted).map(|(x, y)| (x - y) * (x - y) / count).sum();
+    let Some(dx) = call.dx else { return Ok(()) };
+    dx.f32()?.iter_mut().zip(x.iter().zip(wanted)).for_each(|(dx, (x, y))| *dx = 2.0 * (x - y) / count);
+    Ok(())
 }

@@ -7,11 +7,10 @@ mod tests;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use lazy_model::{Bytes, Placement, Schedule};
+use lazy_model::Bytes;
 use lazy_runtime::candle::{CandleLayer, Parameter};
 use lazy_runtime::*;
-use lazy_store::{NvmeOptions, Store, StoreOptions};
-use model::{BOUNDARY, Blocks, Ends, SHAPE, batch};
+use model::{BOUNDARY, Blocks, SHAPE, batch, loss, picture};
 
 /// What a block's graph keeps: about a dozen tensors of a boundary's size, and im2col's nine for each convolution.
 const GRAPH: Bytes = Bytes(30 * BOUNDARY.get());
@@ -32,30 +31,19 @@ fn train(blocks: Blocks, letters: &str, steps: u64) -> Result<Vec<f32>, Box<dyn 
     let variables = blocks.variables.concat();
     let elements: Vec<usize> = variables.iter().map(|p| p.variable.elem_count()).collect();
     let gradients = Arc::new(Gradients::new(&elements));
-    let sizes = LayerSizes {
-        saved: GRAPH,
-        forward_workspace: GRAPH,
-        backward_workspace: GRAPH,
-        ..LayerSizes::default()
-    };
+    let sizes = LayerSizes::graph(BOUNDARY, GRAPH);
     let layers = blocks.blocks.into_iter().zip(blocks.variables).map(|(block, own)| {
         let forward = move |_: &Context<'_>, x: &Tensor| Ok(block.forward(x, None)?);
-        Arc::new(CandleLayer::new(SHAPE, forward, own, Arc::clone(&gradients), sizes)) as Arc<dyn Layer>
+        CandleLayer::new(SHAPE, forward, own, Arc::clone(&gradients), sizes)
     });
-    let model = Model::new(Arc::new(Ends), layers.collect(), Arc::new(Ends), ModelOptions::default())?;
-    let mut schedule = Schedule::named("by hand", &model.sizes().boundary, false);
-    schedule.placement = letters.chars().filter_map(Placement::from_letter).collect();
-    let plan = model.plan(&schedule)?;
-    let needs = model.needs(&plan);
-    let nvme = Some(NvmeOptions::new(std::env::temp_dir(), needs.nvme)).filter(|_| needs.nvme > Bytes::ZERO);
-    let store =
-        Store::open(StoreOptions { hbm: needs.hbm, host: needs.host, nvme, ..StoreOptions::default() })?;
-    let mut executor = Executor::new(store, model, ExecutorOptions::default())?;
-    let mut program = executor.prepare(plan)?;
+    let source = Source::new(BOUNDARY, picture);
+    let model = Model::new(source, layers.collect(), loss, ModelOptions::default())?;
+    let plan = model.plan(&model.schedule(letters)?)?;
+    let options = model.store_options(&plan, std::env::temp_dir());
+    let (mut executor, mut program) = Executor::open(model, plan, options)?;
     let mut losses = Vec::new();
     for step in 0..steps {
-        let inputs = vec![Arc::new(batch(step)?) as _];
-        losses.extend(executor.run(&mut program, &Step { seed: 0, step, inputs })?.losses);
+        losses.extend(executor.run(&mut program, &Step::with_inputs(step, [batch(step)?]))?.losses);
         descend(&variables, &gradients)?;
     }
     Ok(losses)

@@ -5,7 +5,7 @@ use candle_nn::{VarBuilder, VarMap};
 use candle_transformers::models::stable_diffusion::resnet::{ResnetBlock2D, ResnetBlock2DConfig};
 use lazy_model::Bytes;
 use lazy_runtime::candle::{Parameter, tensor, write};
-use lazy_runtime::{Context, Epilogue, Grads, Input, LayerError, Loss, Output, Prologue, Weights};
+use lazy_runtime::{Context, LayerError, Loss, Output};
 
 /// Images of a micro-batch: rows, channels, height, width.
 pub(crate) const SHAPE: (usize, usize, usize, usize) = (2, 8, 16, 16);
@@ -58,32 +58,15 @@ pub(crate) fn batch(step: u64) -> candle_core::Result<(Tensor, Tensor)> {
     Ok((x, y))
 }
 
-/// Where pictures come in, and the mean square of what is off at the end.
-pub(crate) struct Ends;
-
-impl Prologue for Ends {
-    fn output_bytes(&self) -> Bytes {
-        BOUNDARY
-    }
-    fn forward(&self, cx: &Context<'_>, _: Weights<'_>, out: Output<'_>) -> Result<(), LayerError> {
-        write(&cx.inputs::<(Tensor, Tensor)>()?.0, out.bytes()?)
-    }
-    fn backward(
-        &self,
-        _: &Context<'_>,
-        _: Weights<'_>,
-        _: Input<'_>,
-        _: Grads<'_>,
-    ) -> Result<(), LayerError> {
-        Ok(())
-    }
+/// Where pictures come in.
+pub(crate) fn picture(cx: &Context<'_>, out: Output<'_>) -> Result<(), LayerError> {
+    write(&cx.inputs::<(Tensor, Tensor)>()?.0, out.bytes()?)
 }
 
-impl Epilogue for Ends {
-    fn run(&self, cx: &Context<'_>, call: Loss<'_>) -> Result<(), LayerError> {
-        let off = (tensor(call.x.bytes()?, &SHAPE.into())? - &cx.inputs::<(Tensor, Tensor)>()?.1)?;
-        call.loss.f32()?[0] = off.sqr()?.mean_all()?.to_scalar()?;
-        let dx = (&off * (2.0 / off.elem_count() as f64))?;
-        call.dx.map_or(Ok(()), |out| write(&dx, out.bytes()?))
-    }
+/// The mean square of what is off at the end.
+pub(crate) fn loss(cx: &Context<'_>, call: Loss<'_>) -> Result<(), LayerError> {
+    let off = (tensor(call.x.bytes()?, &SHAPE.into())? - &cx.inputs::<(Tensor, Tensor)>()?.1)?;
+    call.loss.f32()?[0] = off.sqr()?.mean_all()?.to_scalar()?;
+    let dx = (&off * (2.0 / off.elem_count() as f64))?;
+    call.dx.map_or(Ok(()), |out| write(&dx, out.bytes()?))
 }

@@ -1,16 +1,13 @@
 //! Trains layers made of kernels on a GPU, and the same layers on the host device, under several plans: every bit agrees.
 
-#![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
-
 mod model;
 
 use std::sync::Arc;
 
-use lazy_model::{Placement, Schedule};
 use lazy_runtime::*;
 use lazy_store::cuda::Gpu;
-use lazy_store::{BoxError, DeviceChoice, NvmeOptions, Store, StoreOptions};
-use model::{Ends, Kernels, LAYERS, Square, WIDTH};
+use lazy_store::{BoxError, DeviceChoice, StoreOptions};
+use model::{Ends, Kernels, LAYERS, Square};
 
 const STEPS: u64 = 10;
 const RATE: f32 = 0.02;
@@ -22,41 +19,25 @@ fn train(
     options: ModelOptions,
 ) -> Result<(Vec<f32>, Vec<u8>), BoxError> {
     let kernels = kernels.cloned();
-    let ends = Arc::new(Ends(kernels.clone()));
-    let layers = (0..LAYERS).map(|l| Arc::new(Square(l, kernels.clone())) as Arc<dyn Layer>).collect();
-    let model = Model::new(Arc::clone(&ends) as _, layers, ends, options)?;
-    let mut schedule = Schedule::named("by hand", &model.sizes().boundary, false);
-    schedule.placement = letters.chars().filter_map(Placement::from_letter).collect();
-    let plan = model.plan(&schedule)?;
-    let needs = model.needs(&plan);
-    let store = Store::open(StoreOptions {
-        device: if kernels.is_some() { DeviceChoice::Cuda { ordinal: 0 } } else { DeviceChoice::Host },
-        hbm: needs.hbm,
-        host: needs.host,
-        nvme: Some(NvmeOptions::new(std::env::current_dir()?, needs.nvme)),
-        ..StoreOptions::default()
-    })?;
-    let mut executor = Executor::new(store, model, ExecutorOptions::default())?;
-    let first: Vec<u8> = std::iter::repeat_n(0.05f32.to_le_bytes(), WIDTH).flatten().collect();
-    executor.set_weights(&(0..LAYERS).map(|l| (ParameterId(l), &first[..])).collect::<Vec<_>>())?;
+    let layers = (0..LAYERS).map(|l| Square(l, kernels.clone())).collect();
+    let model = Model::new(Ends(kernels.clone()), layers, Ends(kernels.clone()), options)?;
+    let plan = model.plan(&model.schedule(letters)?)?;
+    let device = if kernels.is_some() { DeviceChoice::Cuda { ordinal: 0 } } else { DeviceChoice::Host };
+    let store = StoreOptions { device, ..model.store_options(&plan, std::env::current_dir()?) };
+    let (mut executor, mut program) = Executor::open(model, plan, store)?;
+    executor.initialize(|_, weights| weights.fill(0.05))?;
     executor.update_in_backward(move |last| {
-        let (Some(gradient), Some(weights)) = (last.gradient, last.weights) else {
-            return Err("weights and gradients of this trainer are in memory".into());
-        };
-        match (&kernels, last.stream) {
-            (Some(kernels), Some(stream)) => kernels.descend(stream, &weights, &gradient, RATE),
-            // Streamed weights are at home in host RAM.
-            _ => {
-                weights.f32()?.iter_mut().zip(gradient.f32()?).for_each(|(w, g)| *w -= RATE * g);
-                Ok(())
-            }
+        let stream = last.stream;
+        let (weights, gradient) = last.in_memory()?;
+        if let (Some(kernels), Some(stream)) = (&kernels, stream) {
+            return kernels.descend(stream, &weights, &gradient, RATE);
         }
+        // Streamed weights are at home in host RAM.
+        weights.f32()?.iter_mut().zip(gradient.f32()?).for_each(|(w, g)| *w -= RATE * g);
+        Ok(())
     });
-    let mut program = executor.prepare(plan)?;
-    let mut losses = Vec::new();
-    for step in 0..STEPS {
-        losses.extend(executor.run(&mut program, &Step { seed: 0, step, inputs: vec![] })?.losses);
-    }
+    let steps = (0..STEPS).map(|step| Step { step, ..Step::default() });
+    let losses = executor.run_all(&mut program, steps)?;
     let weights = (0..LAYERS).map(|l| executor.weights(ParameterId(l))).collect::<Result<Vec<_>, _>>()?;
     Ok((losses, weights.concat()))
 }
@@ -88,7 +69,7 @@ fn main() -> Result<(), BoxError> {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn it_trains() {
-        super::main().unwrap();
+    fn it_trains() -> Result<(), super::BoxError> {
+        super::main()
     }
 }

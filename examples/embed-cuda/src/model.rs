@@ -111,15 +111,6 @@ impl Prologue for Ends {
         x.f32()?.iter_mut().enumerate().for_each(|(i, x)| *x = value(i));
         Ok(())
     }
-    fn backward(
-        &self,
-        _: &Context<'_>,
-        _: Weights<'_>,
-        _: Input<'_>,
-        _: Grads<'_>,
-    ) -> Result<(), LayerError> {
-        Ok(())
-    }
 }
 
 impl Epilogue for Ends {

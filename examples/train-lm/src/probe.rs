@@ -171,7 +171,7 @@ fn link_rates(boundary: Bytes, spill: &Path, limits: LinkLimits, when: &str) -> 
     let store = Store::open(StoreOptions {
         hbm: room,
         host: room,
-        nvme: Some(spill_file(spill, room)),
+        nvme: Some(NvmeOptions::new(spill, room)),
         limits,
         ..StoreOptions::default()
     })?;
@@ -179,11 +179,6 @@ fn link_rates(boundary: Bytes, spill: &Path, limits: LinkLimits, when: &str) -> 
     let marked = |rate| Marked::measured(rate, "copies of one boundary", when);
     let nvme = |rate: Option<BytesPerSecond>| marked(rate.unwrap_or_default());
     Ok(Links::alone(marked(rates.d2h), marked(rates.h2d), nvme(rates.nvme_write), nvme(rates.nvme_read)))
-}
-
-/// A spill file in `dir`, with the best back end and cache mode to be had there.
-pub fn spill_file(dir: &Path, bytes: Bytes) -> NvmeOptions {
-    NvmeOptions::new(dir, bytes)
 }
 
 /// Elements a second of whole optimizer steps, norm and commit included, on a trial store of the model's size or

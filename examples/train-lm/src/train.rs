@@ -2,7 +2,6 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
@@ -11,8 +10,8 @@ use lazy_optim_nvme::{
     AdamOptions, Gradient, GroupOptions, LoadOptions, NvmeAdam, OptimError, ParamSpec, StepInput, StepOutcome,
 };
 use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
+use lazy_store::Store;
 use lazy_store::scratch::RunDir;
-use lazy_store::{NvmeOptions, Store, StoreOptions};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -25,7 +24,7 @@ use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
 use crate::model::{Ids, TrainedModel};
 use crate::planning::{self, Chosen, choose, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
-use crate::probe::{median, spill_file};
+use crate::probe::median;
 use crate::report::{self, LastStep};
 use crate::run_folder::{MetricsWriter, RunFolder};
 use crate::settings::{DurabilityChoice, Settings, TrainArgs};
@@ -252,13 +251,12 @@ impl<'a> Run<'a> {
         let start = Instant::now();
         let settings = &self.settings;
         let inputs = (0..settings.accum as u64)
-            .map(|m| {
-                let ids: Ids = self.corpus.batch(settings.seed, step, m, settings.batch, settings.seq)?;
-                Ok(Arc::new(ids) as _)
-            })
-            .collect::<Result<Vec<_>>>()?;
+            .map(|m| self.corpus.batch(settings.seed, step, m, settings.batch, settings.seq))
+            .collect::<std::result::Result<Vec<Ids>, _>>()?;
         let origin = Instant::now();
-        let ran = self.executor.run(&mut self.program, &Step { seed: settings.seed, step, inputs });
+        let ran = self
+            .executor
+            .run(&mut self.program, &Step { seed: settings.seed, ..Step::with_inputs(step, inputs) });
         let logged = self.boundaries.as_mut().map_or(Ok(()), |log| log.write(step, self.executor.store()));
         let passes = ran?;
         logged?;
@@ -422,11 +420,12 @@ fn open_store(
     spill: &RunDir,
     debug_boundaries: bool,
 ) -> Result<Store> {
-    let extents = model.model()?.needs(&chosen.verified.plan);
-    let nvme = (extents.nvme > Bytes::ZERO)
-        .then(|| NvmeOptions { debug_boundaries, ..spill_file(spill.path(), extents.nvme) });
     // What the plan needs are the budgets: the store refuses whatever the plan did not promise.
-    Ok(Store::open(StoreOptions { hbm: extents.hbm, host: extents.host, nvme, ..StoreOptions::default() })?)
+    let mut options = model.model()?.store_options(&chosen.verified.plan, spill.path());
+    if let Some(nvme) = &mut options.nvme {
+        nvme.debug_boundaries = debug_boundaries;
+    }
+    Ok(Store::open(options)?)
 }
 
 /// Goes back to the state that was saved last.

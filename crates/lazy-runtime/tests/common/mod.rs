@@ -414,9 +414,7 @@ pub(crate) fn scheduled(model: &Model, letters: &str, keep: &str, ahead: Ahead) 
 /// Updates weights beside the backward pass. What lies on NVMe is not handed over: see [`update_after`].
 pub(crate) fn update_in_backward(executor: &mut Executor) {
     executor.update_in_backward(|last| {
-        let (Some(gradient), Some(weights)) = (last.gradient, last.weights) else {
-            return Err("bytes that the runtime keeps in memory are handed over".into());
-        };
+        let (weights, gradient) = last.in_memory()?;
         descend(weights.f32()?, gradient.f32()?);
         Ok(())
     });

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use lazy_model::{Bytes, Placement, Schedule};
 use lazy_runtime::{
-    Backward, Context, Epilogue, Executor, ExecutorOptions, Forward, Grads, Input, Layer, LayerError,
-    LayerSizes, Loss, Model, ModelOptions, Output, Owner, Parameter, Prologue, Saved, Step, Weights,
+    Backward, Context, Epilogue, Executor, ExecutorOptions, Forward, Layer, LayerError, LayerSizes, Loss,
+    Model, ModelOptions, Output, Owner, Parameter, Prologue, Saved, Step, Weights,
 };
 use lazy_store::{Lane, QueueOrder, Store, StoreOptions, Submission};
 
@@ -55,15 +55,6 @@ impl Prologue for Ends {
     }
     fn forward(&self, _: &Context<'_>, _: Weights<'_>, out: Output<'_>) -> Result<(), LayerError> {
         out.bytes()?.fill(1);
-        Ok(())
-    }
-    fn backward(
-        &self,
-        _: &Context<'_>,
-        _: Weights<'_>,
-        _: Input<'_>,
-        _: Grads<'_>,
-    ) -> Result<(), LayerError> {
         Ok(())
     }
 }
