@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use lazy_model::{Bytes, CostChain, Placement, evaluate};
+use lazy_model::{BoundaryIndex, Bytes, CostChain, Locks, Placement, evaluate};
 
 use crate::exchange::exchange;
 use crate::fit::{every, polish};
@@ -83,6 +83,42 @@ fn costs_are_the_judges_and_none_is_below_the_bound() {
         let bound = filler.at_least().unwrap_or(f64::INFINITY);
         assert!(bound <= least(&placements) + 1e-9, "{bound} {}", least(&placements));
     }
+}
+
+/// Locks say of some boundaries where they are: no allowed placement is below the bound. Where they say what is in HBM and the rest fits host
+/// RAM, the bound is what that costs.
+#[test]
+fn a_bound_counts_what_locks_leave() {
+    let (mut bounded, mut met) = (0, 0);
+    for (number, (chain, filler, placements)) in cases().enumerate() {
+        let mut r = Random(1000 + number as u64);
+        let saved: Vec<BoundaryIndex> =
+            (0..filler.sizes.len()).filter(|&i| !filler.skip[i]).map(BoundaryIndex).collect();
+        let given = placements.get(r.below(placements.len().max(1) as u64) as usize).map(|(_, given)| given);
+        let hbm = |i: &&BoundaryIndex| given.is_some_and(|given| given[i.get()] == Placement::Hbm);
+        let set = saved.iter().filter(hbm).copied().collect();
+        let fixed = saved.iter().filter(|_| r.below(3) == 0).filter_map(|i| Some((*i, given?[i.get()])));
+        for locks in [
+            Locks { gpu: Some(set), ..Locks::default() },
+            Locks { fixed: fixed.collect(), ..Locks::default() },
+        ] {
+            let whole = locks.gpu.is_some();
+            let locked = CostChain { locks: Some(locks), ..chain.clone() };
+            let bound = Filler::new(&locked, &filler.skip, None).unwrap().at_least().unwrap_or(f64::INFINITY);
+            let allowed =
+                placements.iter().filter_map(|(_, p)| Some((evaluate(&locked, p).ok()?.objective_ms, p)));
+            let best = allowed.min_by(|a, b| a.0.total_cmp(&b.0));
+            let (best, on_nvme) =
+                best.map_or((f64::INFINITY, false), |(cost, p)| (cost, p.contains(&Placement::Nvme)));
+            assert!(bound <= best + 1e-9, "{number}: {bound} {best}");
+            bounded += usize::from(best.is_finite());
+            if whole && best.is_finite() && !on_nvme {
+                assert!(near(bound, best), "{number}: {bound}, not {best}");
+                met += 1;
+            }
+        }
+    }
+    assert!(bounded > 50 && met > 5, "{bounded} {met}");
 }
 
 #[test]

@@ -126,6 +126,25 @@ pub(crate) struct Filler {
     fewest: OnceCell<Option<Fewest>>,
 }
 
+/// What a tier can hold of a suffix of boundaries.
+struct Part {
+    /// What those below leave that must be in the tier.
+    room: u64,
+    /// What of the suffix may be in the tier.
+    may: u64,
+}
+
+impl Part {
+    fn add(&mut self, size: u64, may: bool, must: bool) {
+        self.may += if may { size } else { 0 };
+        self.room += if must { size } else { 0 };
+    }
+
+    fn most(&self) -> u64 {
+        self.room.min(self.may)
+    }
+}
+
 impl Filler {
     /// `None` where locks contradict each other. Until `deadline` it may look for the cheapest set on NVMe.
     pub(crate) fn new(chain: &CostChain, skip: &[bool], deadline: Option<Instant>) -> Option<Filler> {
@@ -223,12 +242,24 @@ impl Filler {
         self.pools.iter().filter(|pool| pool.nvme == nvme).map(|pool| self.suffixes_of(pool)).sum()
     }
 
-    /// What suffixes of boundaries expose at least in one pool.
+    /// What suffixes of boundaries expose at least in one pool. A suffix has no more in HBM than may be there, nor than those below leave that
+    /// must be there; so for host RAM.
     pub(crate) fn suffixes_of(&self, pool: &PoolData) -> f64 {
-        let elsewhere = if pool.nvme { self.hbm.saturating_add(self.host) } else { self.hbm };
+        let saved = || (0..self.sizes.len()).rev().filter(|&i| !self.skip[i]);
+        let sum = |there: &dyn Fn(&Allowed) -> bool| -> u64 {
+            saved().filter(|&i| there(&self.allowed[i])).map(|i| self.sizes[i]).sum()
+        };
+        let only_hbm = |a: &Allowed| a.hbm && !a.host && !a.nvme;
+        let only_host = |a: &Allowed| a.host && !a.hbm && !a.nvme;
+        let mut hbm = Part { room: self.hbm.saturating_sub(sum(&only_hbm)), may: 0 };
+        let mut host = Part { room: self.host.saturating_sub(sum(&only_host)), may: 0 };
         let (mut bytes, mut worst) = (0u64, 0.0f64);
-        for i in (0..self.sizes.len()).rev().filter(|&i| !self.skip[i]) {
-            bytes += self.sizes[i];
+        for i in saved() {
+            let (size, allowed) = (self.sizes[i], &self.allowed[i]);
+            bytes += size;
+            hbm.add(size, allowed.hbm, only_hbm(allowed));
+            host.add(size, allowed.host, only_host(allowed));
+            let elsewhere = if pool.nvme { hbm.most().saturating_add(host.most()) } else { hbm.most() };
             let asked = bytes.saturating_sub(elsewhere) as f64 * pool.ms_a_byte;
             worst = worst.max(asked - pool.room[pool.first[i]]);
         }
