@@ -1,9 +1,9 @@
-//! Why a chain has no placement, and what alone would help.
+//! Why a chain or a step has no plan, and what would help.
 
 use std::fmt;
 use std::time::Instant;
 
-use lazy_model::{Bytes, CostChain, Pool, Seconds, StepProblem, Tier};
+use lazy_model::{Bytes, CostChain, Pool, Seconds, StepProblem, Tier, TierBytes};
 
 use crate::error::SolverError;
 use crate::keep;
@@ -18,7 +18,18 @@ const FIRST_PROBE: u64 = 64;
 /// In less no step is planned (s).
 const SHORTEST_S: f64 = 0.01;
 
-/// One change that makes an infeasible chain feasible, everything else left as it is.
+/// A larger budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Raise {
+    /// The tier.
+    pub tier: Tier,
+    /// What it is.
+    pub budget: Bytes,
+    /// The least that suffices.
+    pub smallest: Bytes,
+}
+
+/// A change that makes an infeasible chain or step feasible, everything else left as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
@@ -31,6 +42,8 @@ pub enum Remedy {
         /// The least that suffices.
         smallest: Bytes,
     },
+    /// Larger budgets of several tiers at once, where none alone suffices: none of them can be smaller beside the others.
+    Budgets(Vec<Raise>),
     /// A higher `hbm_cap_bytes`.
     HbmCap {
         /// What it is.
@@ -64,15 +77,24 @@ fn rounded_up(size: Bytes) -> String {
     format!("{}.{:03} GiB", thousandths / 1000, thousandths % 1000)
 }
 
+impl fmt::Display for Raise {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Raise { tier, budget, smallest } = self;
+        let (to, bytes) = (rounded_up(*smallest), smallest.get());
+        write!(f, "the {tier} budget from {budget} to at least {to} ({bytes} bytes)")
+    }
+}
+
 impl fmt::Display for Remedy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Remedy::Budget { tier, budget, smallest } => write!(
-                f,
-                "raise the {tier} budget from {budget} to at least {} ({} bytes)",
-                rounded_up(*smallest),
-                smallest.get()
-            ),
+            &Remedy::Budget { tier, budget, smallest } => {
+                write!(f, "raise {}", Raise { tier, budget, smallest })
+            }
+            Remedy::Budgets(raises) => {
+                let each: Vec<String> = raises.iter().map(Raise::to_string).collect();
+                write!(f, "raise {}", each.join(" and "))
+            }
             Remedy::HbmCap { cap, smallest } => write!(
                 f,
                 "raise hbm_cap_bytes from {cap} to at least {} ({} bytes)",
@@ -171,55 +193,119 @@ fn least_segment(chain: &CostChain, deadline: Option<Instant>) -> Option<usize> 
     Some(enough)
 }
 
-/// Finds, for a step without a plan, each single change that would give it one: the smallest sufficient cap of each tier, to within a
-/// thousandth of the largest boundary. Each tier gets an equal share of the time limit; where that ends the search, the least cap that
-/// was found to suffice is named. Empty when no single change helps (or the limit came before any was found).
+/// Finds, for a step without a plan, each single cap that would give it one if it were larger: the smallest that suffices, to within a
+/// thousandth of the largest boundary. Where no single cap does, each pair of them, else all three: the smallest HBM with as much of the
+/// others as can be used, then the smallest host RAM beside that, then NVMe, so that none can be smaller beside the others.
+///
+/// Every size named was planned with. What is looked at together gets equal shares of the time limit; where that ends a search, the least
+/// that was found to suffice is named. Empty when nothing was found before the limit.
 pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy> {
-    let started = Instant::now();
-    let limit = options.solve.time_limit;
-    let solvable = |problem: &StepProblem, share: f64| -> Option<bool> {
-        // Most sizes are told by plans that need no search.
-        let hopeless = Tier::ALL.iter().any(|&tier| problem.budgets.get(tier) < floor(problem, tier));
-        if hopeless || any_spilled(problem, options.prefetch) {
-            return Some(!hopeless);
+    let search = Search::new(problem, options);
+    let [hbm, host, nvme] = Tier::ALL;
+    let sets: [&[&[Tier]]; 3] =
+        [&[&[hbm], &[host], &[nvme]], &[&[hbm, host], &[hbm, nvme], &[host, nvme]], &[&Tier::ALL]];
+    for together in sets {
+        let mut remedies = Vec::new();
+        for (number, tiers) in together.iter().enumerate() {
+            let until = search.until(together.len() - number);
+            if let Some(remedy) = search.raised(tiers, until).filter(|remedy| !remedies.contains(remedy)) {
+                remedies.push(remedy);
+            }
         }
-        let mut options = *options;
-        if let Some(limit) = limit {
-            let left = limit.get() * share - started.elapsed().as_secs_f64();
+        if !remedies.is_empty() {
+            return remedies;
+        }
+    }
+    vec![]
+}
+
+/// The search for caps that suffice.
+struct Search<'a> {
+    problem: &'a StepProblem,
+    options: &'a StepOptions,
+    started: Instant,
+    /// Sizes are told apart by this.
+    step: Bytes,
+    /// More of a tier is never used.
+    everything: Bytes,
+}
+
+impl<'a> Search<'a> {
+    fn new(problem: &'a StepProblem, options: &'a StepOptions) -> Search<'a> {
+        let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
+        let all = problem.boundary_bytes.iter().chain(&problem.saved_bytes).copied().sum::<Bytes>();
+        let step = Bytes((largest.get() / 1000).max(1));
+        Search { problem, options, started: Instant::now(), step, everything: all * 2 }
+    }
+
+    /// Seconds after the start at which the first of `rest` equal shares of the time that is left ends.
+    fn until(&self, rest: usize) -> Option<f64> {
+        let now = self.started.elapsed().as_secs_f64();
+        self.options.solve.time_limit.map(|limit| now + (limit.get() - now) / rest as f64)
+    }
+
+    /// Whether a step has a plan under these caps; `None` where nobody can tell in time.
+    fn enough(&self, budgets: TierBytes, until: Option<f64>) -> Option<bool> {
+        let problem = StepProblem { budgets, ..self.problem.clone() };
+        if Tier::ALL.iter().any(|&tier| budgets.get(tier) < floor(&problem, tier)) {
+            return Some(false);
+        }
+        let mut options = *self.options;
+        if let Some(until) = until {
+            let left = until - self.started.elapsed().as_secs_f64();
             if left <= SHORTEST_S {
                 return None;
             }
             // One size that is hard to decide must not take the time of all others.
             options.solve.time_limit = Some(Seconds(left / 3.0));
         }
-        match solve_step(problem, &options) {
+        // Most sizes are told by plans that need no search.
+        if any_spilled(&problem, options.prefetch) {
+            return Some(true);
+        }
+        match solve_step(&problem, &options) {
             Ok(_) => Some(true),
             Err(StepFailure::NoIncumbent | StepFailure::Failed(_)) => None,
             Err(_) => Some(false),
         }
-    };
-    let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
-    let everything = problem.boundary_bytes.iter().chain(&problem.saved_bytes).copied().sum::<Bytes>() * 2;
-    let mut remedies = Vec::new();
-    for (i, tier) in Tier::ALL.into_iter().enumerate() {
-        let budget = problem.budgets.get(tier);
-        let least = budget.max(floor(problem, tier));
-        let with = |cap: Bytes| {
-            let mut raised = problem.clone();
-            *raised.budgets.get_mut(tier) = cap;
-            solvable(&raised, (i + 1) as f64 / Tier::ALL.len() as f64)
-        };
-        // That the cap as it is does not suffice is why this was asked.
-        if least > budget && with(least) == Some(true) {
-            remedies.push(Remedy::Budget { tier, budget, smallest: least });
-            continue;
+    }
+
+    /// The least caps of `tiers`, each with as much of those after it as can be used. `None` where that does not suffice, or nobody can tell.
+    fn raised(&self, tiers: &[Tier], until: Option<f64>) -> Option<Remedy> {
+        let low = |tier: Tier| self.problem.budgets.get(tier).max(floor(self.problem, tier));
+        let mut budgets = self.problem.budgets;
+        for &tier in tiers {
+            *budgets.get_mut(tier) = low(tier) + self.everything;
         }
-        let step = Bytes((largest.get() / 1000).max(1));
-        if let Some(smallest) = smallest(least, least + everything, step, with) {
-            remedies.push(Remedy::Budget { tier, budget, smallest });
+        let mut raises = Vec::new();
+        for (number, &tier) in tiers.iter().enumerate() {
+            // Equal shares for each, however much the ones before used.
+            let now = self.started.elapsed().as_secs_f64();
+            let share = until.map(|until| now + (until - now) / (tiers.len() - number) as f64);
+            let with = |cap: Bytes| {
+                let mut raised = budgets;
+                *raised.get_mut(tier) = cap;
+                self.enough(raised, share)
+            };
+            let (budget, least) = (self.problem.budgets.get(tier), low(tier));
+            // That all caps as they are do not suffice is why this was asked.
+            let asked = tiers.len() > 1 || least > budget;
+            let smallest = match asked && with(least) == Some(true) {
+                true => least,
+                false => smallest(least, least + self.everything, self.step, with)?,
+            };
+            *budgets.get_mut(tier) = smallest;
+            if smallest > budget {
+                raises.push(Raise { tier, budget, smallest });
+            }
+        }
+        match raises.as_slice() {
+            [] => None,
+            // Alone it was not decided in time.
+            &[Raise { tier, budget, smallest }] => Some(Remedy::Budget { tier, budget, smallest }),
+            _ => Some(Remedy::Budgets(raises)),
         }
     }
-    remedies
 }
 
 /// No plan needs less of a tier.

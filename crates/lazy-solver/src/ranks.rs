@@ -12,7 +12,7 @@ use std::time::Instant;
 use lazy_model::timeline::LinkRates;
 use lazy_model::{Bytes, BytesPerSecond, CostChain, Seconds, StepProblem, Tier, Windows};
 
-use crate::explain::{Remedy, explain_step};
+use crate::explain::{Raise, Remedy, explain_step};
 use crate::physical::{AT_ONCE, Clock, least_step};
 use crate::solve::{SolveOptions, solve};
 use crate::step::{Objective, StepFailure, StepOptions, StepSolution, solve_step};
@@ -88,9 +88,17 @@ pub fn solve_ranks(
 /// [`explain_step`] for ranks that share a host: what is named of host RAM and NVMe is the whole host's, of HBM each rank's.
 pub fn explain_ranks(host: &StepProblem, ranks: usize, options: &StepOptions) -> Vec<Remedy> {
     let n = ranks.max(1) as u64;
+    let of_host = |tier: Tier, budget: Bytes, smallest: Bytes| match tier {
+        Tier::Hbm => Raise { tier, budget, smallest },
+        _ => Raise { tier, budget: host.budgets.get(tier), smallest: smallest * n },
+    };
     let whole = |remedy| match remedy {
-        Remedy::Budget { tier, smallest, .. } if tier != Tier::Hbm => {
-            Remedy::Budget { tier, budget: host.budgets.get(tier), smallest: smallest * n }
+        Remedy::Budget { tier, budget, smallest } => {
+            let Raise { tier, budget, smallest } = of_host(tier, budget, smallest);
+            Remedy::Budget { tier, budget, smallest }
+        }
+        Remedy::Budgets(raises) => {
+            Remedy::Budgets(raises.into_iter().map(|r| of_host(r.tier, r.budget, r.smallest)).collect())
         }
         other => other,
     };

@@ -256,3 +256,34 @@ fn the_documented_chain_is_read() {
     let bare = refusal(&format!("--chain {}", write("bare.json", "{\"layers\": 1}").display()));
     assert!(bare.contains("`layer_window_ms`") && bare.contains("`nvme_tiebreak`"), "{bare}");
 }
+
+/// A step that is short of HBM and of host RAM is told of both, with flags that work as they stand.
+#[test]
+fn two_budgets_that_only_help_together_are_named_together() {
+    let model = write(
+        "four-layers.json",
+        r#"{"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 32000, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": true, "hidden_act": "silu", "max_position_embeddings": 4096}"#,
+    );
+    let words = format!(
+        "--model {} --machine rtx4090 --batch 4 --seq 1024 --stream-weights --stream-gradients --nvme-gib 0",
+        model.display()
+    );
+    let short = json(&format!("{words} --hbm-gib 0.5 --host-gib 0.1"));
+    let [remedy] = short["remedies"].as_array().unwrap().as_slice() else { panic!("{short}") };
+    let budgets = remedy["budgets"].as_array().unwrap();
+    let part = |i: usize, key: &str| budgets[i][key].clone();
+    assert_eq!((part(0, "tier"), part(1, "tier"), budgets.len()), ("hbm".into(), "host".into(), 2));
+    assert!(part(0, "smallest_bytes").as_u64() > part(0, "budget_bytes").as_u64());
+    let said = remedy["text"].as_str().unwrap();
+    assert!(
+        said.starts_with("raise the hbm budget from 512.00 MiB and the host budget from 102.40 MiB"),
+        "{said}"
+    );
+    assert!(refusal(&format!("{words} --hbm-gib 0.5 --host-gib 0.1")).contains(said));
+    // The flags, to be typed as they stand.
+    let flags = said.split_once(": ").unwrap().1.split_once(" (").unwrap().0;
+    assert!(flags.starts_with("--hbm-gib ") && flags.contains(" --host-gib "), "{flags}");
+    assert_eq!(json(&format!("{words} {flags}"))["placement"].as_str().map(str::len), Some(5));
+}

@@ -12,7 +12,7 @@ use lazy_model::{
 };
 use lazy_solver::ranks::{explain_ranks, solve_ranks};
 use lazy_solver::step::{Objective, StepFailure, StepOptions, carry_out, solve_step, step_bound};
-use lazy_solver::{Remedy, SolveOptions, Status, explain_step, solve, step_baselines};
+use lazy_solver::{Raise, Remedy, SolveOptions, Status, explain_step, solve, step_baselines};
 use steps::{MIB, step as problem};
 
 fn step_ms(problem: &StepProblem) -> Option<f64> {
@@ -338,6 +338,72 @@ fn the_least_host_ram_beside_streamed_weights_is_the_least() {
     }
 }
 
+/// The caps of `raises` in place of the problem's.
+fn raised(problem: &StepProblem, raises: &[Raise]) -> StepProblem {
+    let mut raised = problem.clone();
+    for raise in raises {
+        *raised.budgets.get_mut(raise.tier) = raise.smallest;
+    }
+    raised
+}
+
+/// By hand: HBM must hold three boundaries, the internals, two layers' weights and two layers' gradients, 21 MiB, for layers 1 to 4. Nothing
+/// is left for a boundary of the layer below, so that none is recomputed; layer 5 leaves room for boundaries 4 and 5, as there is no layer
+/// above whose gradients are on their way out. The four others are in host RAM beside the homes of 24 MiB.
+#[test]
+fn where_no_cap_alone_helps_two_are_named_together() {
+    let short = streamed(6, [17, 20, 0], 3.0);
+    let remedies = explain_step(&short, &StepOptions::default());
+    let [Remedy::Budgets(raises)] = remedies.as_slice() else { panic!("{remedies:?}") };
+    let [hbm, host] = raises.as_slice() else { panic!("{remedies:?}") };
+    assert_eq!((hbm.tier, hbm.budget, hbm.smallest), (Tier::Hbm, MIB * 17, MIB * 21));
+    assert_eq!((host.tier, host.budget), (Tier::Host, MIB * 20));
+    let off = host.smallest.get().abs_diff((MIB * 28).get());
+    assert!(off <= MIB.get() / 1000, "{} MiB", host.smallest.get() as f64 / MIB.get() as f64);
+    assert!(step_ms(&raised(&short, raises)).is_some());
+}
+
+/// Of all plans of a small step none fits where either cap is less than a thousandth of a boundary below what is named, however large the
+/// other were for HBM.
+#[test]
+fn two_caps_named_together_are_the_least_of_all_plans() {
+    for (layers, hbm, host, link_ms) in
+        [(2, 17, 7, 3.0), (3, 12, 3, 3.0), (3, 20, 0, 12.0)].into_iter().take(cases(1))
+    {
+        let short = streamed(layers, [hbm, host, 0], link_ms);
+        let remedies = explain_step(&short, &StepOptions::default());
+        let [Remedy::Budgets(raises)] = remedies.as_slice() else { panic!("{remedies:?}") };
+        assert_eq!(raises.iter().map(|r| r.tier).collect::<Vec<_>>(), [Tier::Hbm, Tier::Host]);
+        assert!(best_of_all(&raised(&short, raises)).is_some(), "{remedies:?}");
+        let less = |raise: &Raise| Raise { smallest: raise.smallest - Bytes(MIB.get() / 500), ..*raise };
+        let roomy = Raise { smallest: MIB * 1000, ..raises[1] };
+        assert!(best_of_all(&raised(&short, &[less(&raises[0]), roomy])).is_none(), "{remedies:?}");
+        assert!(best_of_all(&raised(&short, &[raises[0], less(&raises[1])])).is_none(), "{remedies:?}");
+    }
+}
+
+/// Homes on NVMe, no host RAM for what is on its way there, and too little HBM.
+#[test]
+fn where_no_two_caps_help_all_three_are_named() {
+    let mut short = streamed(2, [12, 0, 4], 3.0);
+    short.streamed.on_nvme = true;
+    let remedies = explain_step(&short, &StepOptions::default());
+    let [Remedy::Budgets(raises)] = remedies.as_slice() else { panic!("{remedies:?}") };
+    assert_eq!(raises.iter().map(|r| r.tier).collect::<Vec<_>>(), Tier::ALL);
+    assert!(step_ms(&raised(&short, raises)).is_some(), "{remedies:?}");
+    for raise in raises {
+        let less = Raise { smallest: raise.smallest - Bytes(MIB.get() / 500), ..*raise };
+        let others: Vec<Raise> = raises.iter().map(|r| if r.tier == less.tier { less } else { *r }).collect();
+        assert!(
+            step_ms(&raised(&short, &others)).is_none(),
+            "{remedies:?} without the last of {}",
+            raise.tier
+        );
+    }
+    let told = remedies[0].to_string();
+    assert!(told.contains("hbm budget from 12.00 MiB") && told.contains(" and the nvme budget"), "{told}");
+}
+
 /// What a solve says speaks of the step, not of a schedule that somebody might have, and its remedy is the only size in it that is asked for.
 #[test]
 fn a_refused_step_names_one_size_that_works() {
@@ -365,4 +431,13 @@ fn ranks_are_told_what_the_whole_host_needs() {
     assert_eq!(*budget, MIB * 64);
     let enough = StepProblem { budgets: TierBytes { host: *smallest, ..host.budgets }, ..host };
     assert!(solve_ranks(&enough, 4, None, &StepOptions::default()).is_ok());
+}
+
+#[test]
+fn ranks_short_of_hbm_and_host_ram_are_told_of_both() {
+    let host = streamed(6, [17, 80, 0], 3.0);
+    let remedies = explain_ranks(&host, 4, &StepOptions::default());
+    let [Remedy::Budgets(raises)] = remedies.as_slice() else { panic!("{remedies:?}") };
+    assert_eq!([raises[0].budget, raises[1].budget], [MIB * 17, MIB * 80]);
+    assert!(solve_ranks(&raised(&host, raises), 4, None, &StepOptions::default()).is_ok(), "{remedies:?}");
 }

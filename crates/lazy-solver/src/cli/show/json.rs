@@ -2,7 +2,7 @@
 
 use lazy_model::keep::Keep;
 use lazy_model::{BytesPerSecond, LinkLoad, Placement, Seconds, StepProblem};
-use lazy_solver::{Remedy, Status};
+use lazy_solver::{Raise, Remedy, Status};
 use serde_json::{Map, Value, json};
 
 use super::super::next::{self, Change, What};
@@ -106,6 +106,11 @@ fn of_remedy(planned: &Planned, remedy: &Remedy) -> Value {
             value["tier"] = json!(tier);
             value["budget_bytes"] = json!(budget);
             value["smallest_bytes"] = json!(smallest);
+        }
+        Remedy::Budgets(raises) => {
+            let each =
+                |r: &Raise| json!({"tier": r.tier, "budget_bytes": r.budget, "smallest_bytes": r.smallest});
+            value["budgets"] = raises.iter().map(each).collect();
         }
         Remedy::HbmCap { cap, smallest } => {
             value["tier"] = json!("hbm");

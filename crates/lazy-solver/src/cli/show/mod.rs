@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use lazy_model::config::Mlp;
 use lazy_model::{Bytes, LayerIndex, ModelSpec, Placement, Seconds};
-use lazy_solver::{Remedy, Status};
+use lazy_solver::{Raise, Remedy, Status};
 
 use super::next::flag_of;
 use super::plan::Planned;
@@ -66,10 +66,19 @@ fn remedy(planned: &Planned, remedy: &Remedy) -> String {
     let raise = |what: &str, flag: &str, from: Bytes, to: Bytes| {
         format!("raise {what} from {from}: {flag} {} ({} bytes)", gib_rounded_up(to), to.get())
     };
+    let together = |raises: &[Raise]| {
+        let list =
+            |part: &dyn Fn(&Raise) -> String, by: &str| raises.iter().map(part).collect::<Vec<_>>().join(by);
+        let what = list(&|r| format!("the {} budget from {}", r.tier, r.budget), " and ");
+        let flags = list(&|r| format!("{} {}", flag_of(planned, r.tier), gib_rounded_up(r.smallest)), " ");
+        let bytes = list(&|r| format!("{} bytes", r.smallest.get()), " and ");
+        format!("raise {what}, none of them alone is enough: {flags} ({bytes})")
+    };
     match remedy {
         Remedy::Budget { tier, budget, smallest } => {
             raise(&format!("the {tier} budget"), flag_of(planned, *tier), *budget, *smallest)
         }
+        Remedy::Budgets(raises) => together(raises),
         Remedy::HbmCap { cap, smallest } => raise("hbm_cap_bytes", "--hbm-gib", *cap, *smallest),
         Remedy::SegmentLayers { smallest, .. } => format!("{remedy}: --max-segment {smallest}"),
         Remedy::Rate { pool } => format!("{remedy}: --{}-gbps", pool.name().replace('_', "-")),
