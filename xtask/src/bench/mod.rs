@@ -37,7 +37,7 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Outcome<()> {
     let others = registered(&cargo::metadata()?);
-    if options.name.as_deref() == Some("store") {
+    if matches!(options.name.as_deref(), Some("store" | "optim")) {
         native::offer("fio", "--version", "fio");
     }
     let rows = match options.name.as_deref() {

@@ -11,11 +11,12 @@ const PAIRS: usize = 7;
 pub(crate) struct Flags {
     pub(crate) pairs: usize,
     pub(crate) python: Option<PathBuf>,
+    pub(crate) dir: PathBuf,
 }
 
 impl Flags {
     pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Flags, BoxError> {
-        let mut flags = Flags { pairs: PAIRS, python: None };
+        let mut flags = Flags { pairs: PAIRS, python: None, dir: PathBuf::from(".") };
         let mut arguments = arguments.into_iter();
         while let Some(flag) = arguments.next() {
             let mut value = |what: &str| arguments.next().ok_or_else(|| format!("`{flag}` needs {what}"));
@@ -27,7 +28,8 @@ impl Flags {
                         pairs.ok_or_else(|| format!("`--pairs` needs a number from {PAIRS} to 1000"))?;
                 }
                 "--python" => flags.python = Some(value("a path")?.into()),
-                _ => return Err(format!("no flag `{flag}`: --pairs N, --python PYTHON").into()),
+                "--dir" => flags.dir = value("a folder")?.into(),
+                _ => return Err(format!("no flag `{flag}`: --pairs N, --python PYTHON, --dir FOLDER").into()),
             }
         }
         Ok(flags)
@@ -42,7 +44,7 @@ mod tests {
     fn flags_are_taken_and_wrong_ones_are_named() {
         let parse = |line: &str| Flags::parse(line.split_whitespace().map(str::to_owned));
         let flags = parse("--pairs 9 --python p").unwrap();
-        assert_eq!(flags, Flags { pairs: 9, python: Some("p".into()) });
+        assert_eq!(flags, Flags { pairs: 9, python: Some("p".into()), dir: ".".into() });
         assert_eq!(parse("").unwrap().pairs, 7);
         for (line, word) in [("--pairs 3", "from 7"), ("--python", "a path"), ("--fast", "`--fast`")] {
             assert!(parse(line).unwrap_err().to_string().contains(word), "{line}");

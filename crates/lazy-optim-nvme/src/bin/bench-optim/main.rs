@@ -1,17 +1,24 @@
 //! `cargo xtask bench optim`: the optimizer's arithmetic beside what memory allows and beside PyTorch.
 //!
 //! Rows of one table are measured in turn, round by round. `--pairs N` says how often (7, and no less); `--python PYTHON` starts
-//! `torch.py` (beside this file) for PyTorch's fused AdamW.
+//! `torch.py` (beside this file) for PyTorch's fused AdamW. `--dir FOLDER` is where whole steps are measured, beside fio: it takes 9 GB
+//! there for some minutes.
 
 mod cpu;
+#[path = "../../../../lazy-store/src/bin/bench-store/fio.rs"]
+mod fio;
 mod flags;
 #[path = "../../../../lazy-store/src/bin/bench-store-gpu/program.rs"]
 mod program;
 #[path = "../../../../lazy-store/src/bin/bench-store/rows.rs"]
 mod rows;
+#[path = "../../../../lazy-store/src/bin/bench-store/side.rs"]
+#[allow(dead_code, reason = "shared with benchmarks that compare more")]
+mod side;
 #[path = "../../../../lazy-store/src/bin/bench-store/stats.rs"]
 #[allow(dead_code, reason = "shared with benchmarks that have goals of both kinds")]
 mod stats;
+mod stream;
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -21,9 +28,13 @@ use serde_json::Value;
 
 use crate::flags::Flags;
 
+/// What the parts shared with other benchmarks fail with.
+type Outcome<T> = Result<T, String>;
+
 fn measure() -> Result<(), BoxError> {
     let flags = Flags::parse(std::env::args().skip(1))?;
-    let rows = cpu::rows(flags.pairs, flags.python.as_deref())?;
+    let mut rows = cpu::rows(flags.pairs, flags.python.as_deref())?;
+    rows.extend(stream::rows(flags.pairs, &flags.dir)?);
     Ok(writeln!(std::io::stdout(), "{:#}", Value::from(rows))?)
 }
 
