@@ -31,6 +31,8 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn make(dir: &Path) -> Result<Folder, BoxError> {
+        // fio is started elsewhere.
+        let dir = fs::canonicalize(dir).map_err(|error| format!("--dir {}: {error}", dir.display()))?;
         let folder = dir.join(format!("bench-optim-{}", std::process::id()));
         fs::create_dir(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
         Ok(Folder(folder))
