@@ -187,9 +187,9 @@ impl Default for StepInput<'_> {
 pub struct StepSeconds {
     /// Global norm and clip coefficient.
     pub norm: Seconds,
-    /// Reading, updating and writing the buckets; finished ones are flushed beside it.
+    /// Reading, updating and writing the buckets.
     pub update: Seconds,
-    /// What is left of flushing the slot files, and the record.
+    /// Flushing the slot files, writing and flushing the record.
     pub commit: Seconds,
 }
 

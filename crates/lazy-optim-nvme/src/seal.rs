@@ -1,10 +1,10 @@
-//! Sealing slots beside the stream: as soon as a slot's last chunk is written its head follows and the file is flushed, while
-//! the next buckets stream. At the commit only the last flushes are left to wait for.
+//! Sealing slots: their heads are written and their files flushed, several at once, when all that a step writes has been written.
+//!
+//! A flush while other buckets stream was tried: a drive that has to be told to write back what it holds is then made to wait in
+//! the middle of transfers, and the step took longer (1.18 s in place of 0.92 on a virtual drive).
 
-use std::collections::VecDeque;
 use std::panic::resume_unwind;
-use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
+use std::thread::{Builder, ScopedJoinHandle};
 
 use lazy_store::durable::DurableFile;
 
@@ -14,11 +14,10 @@ use crate::files::put_bytes;
 /// Flushes that run at once: a flush mostly waits for the drive, and drives take several in about the time of one.
 const AT_ONCE: usize = 16;
 
-/// The slots being sealed. Dropping it waits for them.
+/// The slots to seal.
 #[derive(Default)]
 pub(crate) struct Sealer {
-    running: VecDeque<JoinHandle<Result<(), Unsealed>>>,
-    failed: Option<Unsealed>,
+    slots: Vec<(DurableFile, Vec<u8>)>,
 }
 
 /// A slot that could not be sealed.
@@ -34,50 +33,35 @@ fn seal(file: &DurableFile, head: &[u8]) -> Result<(), Unsealed> {
 }
 
 impl Sealer {
-    /// Writes `head` at the start of `file` and flushes it, on a thread.
+    /// Has `head` written at the start of `file`, and the file flushed, in the end.
     pub(crate) fn seal(&mut self, file: &DurableFile, head: Vec<u8>) {
-        if self.running.len() == AT_ONCE {
-            self.wait_for_oldest();
-        }
-        let (on_thread, head) = (file.clone(), Arc::<[u8]>::from(head));
-        let bytes = Arc::clone(&head);
-        match Builder::new().name("lazy seal".into()).spawn(move || seal(&on_thread, &bytes)) {
-            Ok(thread) => self.running.push_back(thread),
-            // Where the system gives no thread, this one does it.
-            Err(_) => self.note(seal(file, &head)),
-        }
+        self.slots.push((file.clone(), head));
     }
 
-    fn wait_for_oldest(&mut self) {
-        match self.running.pop_front().map(JoinHandle::join) {
-            Some(Ok(result)) => self.note(result),
-            Some(Err(panic)) => resume_unwind(panic),
-            None => {}
+    /// Seals them. Returns the first failure, of a flush if there was one, after all that were begun have ended.
+    pub(crate) fn finish(self) -> Result<(), Unsealed> {
+        for slots in self.slots.chunks(AT_ONCE) {
+            let results: Vec<Result<(), Unsealed>> = std::thread::scope(|scope| {
+                // Where the system gives no thread, this one does it.
+                let begun: Vec<_> = (slots.iter())
+                    .map(|(file, head)| {
+                        let thread = Builder::new().spawn_scoped(scope, || seal(file, head));
+                        thread.map_err(|_| seal(file, head))
+                    })
+                    .collect();
+                let end =
+                    |thread: Result<ScopedJoinHandle<'_, _>, _>| match thread.map(ScopedJoinHandle::join) {
+                        Ok(Ok(result)) | Err(result) => result,
+                        Ok(Err(panic)) => resume_unwind(panic),
+                    };
+                begun.into_iter().map(end).collect()
+            });
+            let failed: Vec<Unsealed> = results.into_iter().filter_map(Result::err).collect();
+            // A failed flush says the most about what is to be done.
+            if let Some(worst) = failed.into_iter().reduce(|a, b| if b.flush && !a.flush { b } else { a }) {
+                return Err(worst);
+            }
         }
-    }
-
-    fn note(&mut self, result: Result<(), Unsealed>) {
-        // A failed flush says the most about what is to be done.
-        match (result, &self.failed) {
-            (Err(found), Some(first)) if first.flush || !found.flush => drop(found),
-            (Err(found), _) => self.failed = Some(found),
-            (Ok(()), _) => {}
-        }
-    }
-
-    /// Waits for all of them; the first failure, of a flush if there was one.
-    pub(crate) fn finish(mut self) -> Result<(), Unsealed> {
-        while !self.running.is_empty() {
-            self.wait_for_oldest();
-        }
-        self.failed.take().map_or(Ok(()), Err)
-    }
-}
-
-impl Drop for Sealer {
-    fn drop(&mut self) {
-        for thread in self.running.drain(..) {
-            let _ = thread.join();
-        }
+        Ok(())
     }
 }

@@ -72,7 +72,7 @@ impl<'a> Writing<'a> {
         self.tables[bucket].extend(sums);
     }
 
-    /// All of a bucket's chunks are written: has its slot sealed, beside what follows.
+    /// All of a bucket's chunks are written: its slot is sealed in the end.
     pub(crate) fn bucket_written(&mut self, bucket: usize) {
         let Writing { layout, buckets, id, generation, in_place, .. } = *self;
         let mut fresh = Fresh { bucket, table: std::mem::take(&mut self.tables[bucket]), head_crc: 0 };
@@ -130,11 +130,9 @@ impl NvmeAdam {
         let streamed = Instant::now();
         seconds.update = elapsed(started, streamed);
         self.latch = Some(Latch { reason: interrupted(), reopen: true });
-        match (passed, sealer.finish()) {
-            (Ok(()), Ok(())) => {}
-            (_, Err(Unsealed { error, flush })) => return Err(self.latched(error, flush || in_place)),
-            (Err(error), Ok(())) => return Err(self.latched(error, in_place)),
-        }
+        passed.map_err(|error| self.latched(error, in_place))?;
+        let sealed = sealer.finish();
+        sealed.map_err(|Unsealed { error, flush }| self.latched(error, flush || in_place))?;
         let before = log.written;
         let record = next(&self.layout, self.record_of(&fresh));
         if in_place {
