@@ -1,7 +1,7 @@
 //! Sealing slots: their heads are written and their files flushed, several at once, when all that a step writes has been written.
 //!
 //! A flush while other buckets stream was tried: a drive that has to be told to write back what it holds is then made to wait in
-//! the middle of transfers, and the step took longer (1.18 s in place of 0.92 on a virtual drive).
+//! the middle of transfers, and the step took longer (docs/performance.md).
 
 use std::panic::resume_unwind;
 use std::thread::{Builder, ScopedJoinHandle};
