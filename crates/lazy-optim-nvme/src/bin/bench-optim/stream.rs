@@ -150,7 +150,7 @@ fn fastest_fio(folder: &Folder, bytes: u64) -> Result<Option<Fio>, BoxError> {
     let mut best: Option<(f64, Fio)> = None;
     for (block, depth) in BLOCKS.into_iter().flat_map(|block| DEPTHS.map(|depth| (block, depth))) {
         for two_jobs in [false, true] {
-            let setting = Setting { block, depth, two_jobs, tuned: true };
+            let setting = Setting { block, depth, two_jobs, tuned: true, memory: None };
             let mut fio = Fio { file: folder.0.join("peer"), bytes, setting };
             let seconds = fio.run(Transfer::Both)?.seconds;
             if best.as_ref().is_none_or(|(fastest, _)| seconds < *fastest) {

@@ -8,6 +8,9 @@ use serde_json::Value;
 use crate::Outcome;
 use crate::side::{Sample, Side, Transfer};
 
+/// What fio's logs begin with.
+const LOG: &str = "peer-log";
+
 /// How the peer cuts a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Setting {
@@ -15,8 +18,10 @@ pub(crate) struct Setting {
     pub(crate) depth: u32,
     /// Where both directions run at once: two jobs of that depth, or one that draws the direction of each request.
     pub(crate) two_jobs: bool,
-    /// With buffers in huge pages, and fio with files and buffers registered. fio's own defaults are neither.
+    /// With buffers in huge pages, files and buffers registered. fio's own defaults are neither.
     pub(crate) tuned: bool,
+    /// Bytes of buffers that are used in turn, where there are more than one for each request in flight. fio knows no such thing.
+    pub(crate) memory: Option<u64>,
 }
 
 impl Setting {
@@ -28,7 +33,9 @@ impl Setting {
         };
         let jobs = if transfer == Transfer::Both && self.two_jobs { "2 x " } else { "" };
         let tuned = if self.tuned { ", tuned" } else { "" };
-        format!("{jobs}{block} x {}{tuned}", self.depth)
+        let memory =
+            self.memory.map_or_else(String::new, |bytes| format!(", {} MiB of buffers", bytes >> 20));
+        format!("{jobs}{block} x {}{tuned}{memory}", self.depth)
     }
 }
 
@@ -52,6 +59,10 @@ impl Side for Fio {
     }
 
     fn run(&mut self, transfer: Transfer) -> Outcome<Sample> {
+        let dir = self.file.parent().unwrap_or(Path::new("."));
+        let log = dir.join(format!("{LOG}_lat.log"));
+        // fio appends to it.
+        let _ = std::fs::remove_file(&log);
         let mut command = Command::new("fio");
         if self.setting.tuned {
             // The C library's way to ask for huge pages; no other needs pages set aside beforehand.
@@ -60,7 +71,7 @@ impl Side for Fio {
         let output = command
             .args(arguments(&self.file, self.bytes, self.setting, transfer))
             // Nothing of fio's own is left in the folder that the bench was started from.
-            .current_dir(self.file.parent().unwrap_or(Path::new(".")))
+            .current_dir(dir)
             .stdin(Stdio::null())
             .output()
             .map_err(|error| format!("cannot start fio: {error}"))?;
@@ -68,8 +79,37 @@ impl Side for Fio {
             let said = String::from_utf8_lossy(&output.stderr);
             return Err(format!("fio ended with {}: {}", output.status, said.trim()));
         }
-        sample(&String::from_utf8_lossy(&output.stdout), self.bytes)
+        let sample = sample(&String::from_utf8_lossy(&output.stdout), self.bytes)?;
+        if !logs(self.setting, transfer) {
+            return Ok(sample);
+        }
+        let text = std::fs::read_to_string(&log).map_err(|error| format!("{}: {error}", log.display()))?;
+        Ok(Sample { seconds: span(&text, self.bytes)?, ..sample })
     }
+}
+
+/// Whether the jobs' own times do not say how long all of it took: of two jobs one starts later, by the time that it fills its
+/// buffers, and each counts from its own start.
+fn logs(setting: Setting, transfer: Transfer) -> bool {
+    transfer == Transfer::Both && setting.two_jobs
+}
+
+/// Seconds from the start of the first request to the end of the last one, by fio's log: a line a request, which says when it
+/// ended (ms), how long it took (ns), its direction and its length.
+fn span(log: &str, bytes: u64) -> Outcome<f64> {
+    let (mut first, mut last, mut moved) = (f64::INFINITY, 0.0, 0);
+    for line in log.lines() {
+        let numbers: Vec<f64> = line.split(',').map_while(|field| field.trim().parse().ok()).collect();
+        let [end, took, _, length, ..] = numbers[..] else {
+            return Err(format!("fio's log has a line `{line}`"));
+        };
+        (first, last, moved) =
+            (f64::min(first, end - took / 1e6), f64::max(last, end), moved + length as u64);
+    }
+    if moved != bytes || last <= first {
+        return Err(format!("fio's log has {moved} bytes of {bytes} in {} ms", last - first));
+    }
+    Ok((last - first) / 1e3)
 }
 
 fn arguments(file: &Path, bytes: u64, setting: Setting, transfer: Transfer) -> Vec<String> {
@@ -84,6 +124,10 @@ fn arguments(file: &Path, bytes: u64, setting: Setting, transfer: Transfer) -> V
         arguments.extend(
             ["--registerfiles=1", "--fixedbufs=1", "--mem=malloc", "--iomem_align=2m"].map(str::to_owned),
         );
+    }
+    if logs(setting, transfer) {
+        arguments.push(format!("--write_lat_log={LOG}"));
+        arguments.extend(["--log_unix_epoch=1", "--per_job_logs=0"].map(str::to_owned));
     }
     let mut job = |name: &str, offset: u64, size: u64| {
         arguments.push(format!("--name={name}"));
@@ -103,7 +147,7 @@ fn arguments(file: &Path, bytes: u64, setting: Setting, transfer: Transfer) -> V
     arguments
 }
 
-/// What fio's report says: the time until the last direction of the last job was done, and the jobs' CPU time. That leaves
+/// What fio's report says: the time until the last direction of the longest job was done, and the jobs' CPU time. That leaves
 /// out fio's own start, in its favour, as the store's is left out.
 fn sample(report: &str, bytes: u64) -> Outcome<Sample> {
     // Notes may stand before the JSON.
@@ -134,7 +178,8 @@ fn sample(report: &str, bytes: u64) -> Outcome<Sample> {
 mod tests {
     use super::*;
 
-    const SETTING: Setting = Setting { block: 1 << 20, depth: 16, two_jobs: true, tuned: false };
+    const SETTING: Setting =
+        Setting { block: 1 << 20, depth: 16, two_jobs: true, tuned: false, memory: None };
 
     #[test]
     fn two_jobs_last_as_long_as_the_longer_one() {
@@ -154,6 +199,17 @@ mod tests {
         assert_eq!(sample.seconds, 2.0);
         // 2 % of 2 s and 4 % of 1 s.
         assert!((sample.cpu_seconds - 0.08).abs() < 1e-12);
+    }
+
+    #[test]
+    fn two_jobs_last_from_the_first_request_to_the_last() {
+        // 30 ms of reading that began at 980, and 40 ms of writing that began when that was half done.
+        let log = "1000, 20000000, 0, 300, 0\n1010, 15000000, 0, 300, 300\n1035, 40000000, 1, 400, 600\n";
+        assert!((span(log, 1000).unwrap() - 0.055).abs() < 1e-9);
+        assert!(span(log, 1001).unwrap_err().contains("1000 bytes of 1001"));
+        assert!(span("1000, x", 0).unwrap_err().contains("1000, x"));
+        assert!(span("", 0).is_err());
+        assert!(!logs(SETTING, Transfer::Read) && logs(SETTING, Transfer::Both));
     }
 
     #[test]

@@ -7,7 +7,9 @@
 //!
 //! Both sides move the same number of bytes between memory and a file that was allocated and written before, with
 //! `O_DIRECT`, and take turns. The setting of the peer is the fastest of a short search over block sizes and queue depths: once
-//! as fio comes, and once `tuned`, with buffers in huge pages and, like files, registered; the goals are the same. A goal counts
+//! as fio comes, and once `tuned`, with buffers in huge pages and, like files, registered; the goals are the same. fio reads into
+//! one buffer a request in flight, over and over, which may stay in a processor's cache; so a third peer is an io_uring
+//! loop, tuned likewise, that uses as many bytes of buffers in turn as the store has for its extents. A goal counts
 //! as met where the interval of the median reaches it: drives are noisy. Reads are cold: neither side's go through the
 //! page cache, and the kernel's count of the bytes that it fetched from the drive for each read is a row of its own. What
 //! a virtual machine's host keeps in memory nobody can tell from inside; it serves both sides.
@@ -149,23 +151,23 @@ impl Bench {
         let depths: &[u32] = if self.quick { &[4, 32] } else { &[1, 2, 4, 8, 16, 32] };
         let mut peers = Vec::new();
         for transfer in [Transfer::Write, Transfer::Read, Transfer::Both] {
-            for &tuned in self.tunings() {
-                let candidates = Candidates { blocks: &[MIB, 4 * MIB], depths, tuned };
+            for (peer, tuned, memory) in self.peers(self.large) {
+                let candidates = Candidates { blocks: &[MIB, 4 * MIB], depths, tuned, memory };
                 let tried = self.large.min(256 * MIB);
-                peers.push((transfer, candidates.best(self.peer, &self.file.path, tried, transfer)?));
+                peers.push((transfer, peer, candidates.best(peer, &self.file.path, tried, transfer)?));
             }
         }
         let mut rows = Vec::new();
         for extent in LARGE.into_iter().skip(usize::from(self.quick)) {
             let mut ours = Ours::open(&Way::URING, &self.dir, self.large, extent)?;
             eprintln!("bench store: {}", ours.mode());
-            for &(transfer, setting) in &peers {
-                let mut theirs = self.peer.open(&self.file.path, self.large, setting)?;
+            for &(transfer, peer, setting) in &peers {
+                let mut theirs = peer.open(&self.file.path, self.large, setting)?;
                 let name = format!("{}, {} MiB extents", transfer.name(), extent >> 20);
                 let pairs = self.compare(transfer, &mut ours, theirs.as_mut())?;
                 let label = theirs.label(transfer);
                 rows.extend(rate_row(&name, &pairs, &label, Some(RATE)));
-                if transfer != Transfer::Both {
+                if transfer != Transfer::Both && setting.memory.is_none() {
                     rows.extend(cpu_row(&name, &pairs, &label));
                 }
             }
@@ -177,10 +179,10 @@ impl Bench {
         let mut ours = Ours::open(&Way::URING, &self.dir, self.small, SMALL)?;
         let mut rows = Vec::new();
         for transfer in [Transfer::Write, Transfer::Read] {
-            for &tuned in self.tunings() {
-                let candidates = Candidates { blocks: &[SMALL], depths: &[1, 4, 8, 16, 32], tuned };
-                let setting = candidates.best(self.peer, &self.file.path, self.small, transfer)?;
-                let mut theirs = self.peer.open(&self.file.path, self.small, setting)?;
+            for (peer, tuned, memory) in self.peers(self.small) {
+                let candidates = Candidates { blocks: &[SMALL], depths: &[1, 4, 8, 16, 32], tuned, memory };
+                let setting = candidates.best(peer, &self.file.path, self.small, transfer)?;
+                let mut theirs = peer.open(&self.file.path, self.small, setting)?;
                 let pairs = self.compare(transfer, &mut ours, theirs.as_mut())?;
                 let name = format!("{}, 64 KiB extents, all submitted at once", transfer.name());
                 rows.extend(rate_row(&name, &pairs, &theirs.label(transfer), Some(SMALL_RATE)));
@@ -189,9 +191,14 @@ impl Bench {
         Ok(rows)
     }
 
-    /// A quick run has the faster peer only.
-    fn tunings(&self) -> &'static [bool] {
-        if self.quick { &[true] } else { &[false, true] }
+    /// The peers for transfers of `bytes`: who it is, whether it is tuned, and its memory, if that is the store's. A quick run
+    /// has the fastest only.
+    fn peers(&self, bytes: u64) -> Vec<(Peer, bool, Option<u64>)> {
+        let tuned = (self.peer, true, None);
+        if self.quick {
+            return vec![tuned];
+        }
+        vec![(self.peer, false, None), tuned, (Peer::Raw, true, Some(bytes.min(ours::HOST)))]
     }
 
     /// One way to open a store beside the usual one.

@@ -12,7 +12,7 @@ use crate::Outcome;
 use crate::side::{Sample, Side, Transfer};
 
 /// The most host memory that transfers take turns in.
-const HOST: u64 = 256 << 20;
+pub(crate) const HOST: u64 = 256 << 20;
 
 /// How a store is opened.
 pub(crate) struct Way {

@@ -80,6 +80,8 @@ pub(crate) struct Candidates {
     pub(crate) depths: &'static [u32],
     /// [`Setting::tuned`].
     pub(crate) tuned: bool,
+    /// [`Setting::memory`].
+    pub(crate) memory: Option<u64>,
 }
 
 impl Candidates {
@@ -88,7 +90,8 @@ impl Candidates {
         let mut settings = Vec::new();
         for &block in self.blocks {
             for &depth in self.depths {
-                let setting = |&two_jobs| Setting { block, depth, two_jobs, tuned: self.tuned };
+                let setting =
+                    |&two_jobs| Setting { block, depth, two_jobs, tuned: self.tuned, memory: self.memory };
                 settings.extend(layouts.iter().map(setting));
             }
         }
@@ -121,7 +124,7 @@ mod tests {
 
     #[test]
     fn mixed_transfers_are_tried_with_one_job_and_with_two() {
-        let candidates = Candidates { blocks: &[1, 2], depths: &[1, 2, 4], tuned: true };
+        let candidates = Candidates { blocks: &[1, 2], depths: &[1, 2, 4], tuned: true, memory: None };
         assert_eq!(candidates.settings(Transfer::Write).len(), 6);
         assert!(candidates.settings(Transfer::Read).iter().all(|setting| !setting.two_jobs));
         let both = candidates.settings(Transfer::Both);
