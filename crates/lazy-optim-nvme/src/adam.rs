@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use crate::GroupOptions;
 use crate::bf16;
+use crate::device::DeviceSlice;
 use crate::moments::{Moment, Moments, pieces};
 use crate::quant::QUANT_BLOCK;
 use crate::simd::{Compiled, InstructionSet, prefetch};
@@ -105,13 +106,15 @@ impl Rule {
     }
 }
 
-/// A parameter's gradient, in RAM.
+/// A parameter's gradient.
 #[derive(Clone, Copy, Debug)]
 pub enum Gradient<'a> {
-    /// Float32.
+    /// Float32, in RAM.
     F32(&'a [f32]),
-    /// Bits of bfloat16.
+    /// Bits of bfloat16, in RAM.
     Bf16(&'a [u16]),
+    /// In the memory of the store's GPU.
+    Device(DeviceSlice),
 }
 
 impl<'a> Gradient<'a> {
@@ -120,6 +123,7 @@ impl<'a> Gradient<'a> {
         match self {
             Gradient::F32(grad) => grad.len(),
             Gradient::Bf16(grad) => grad.len(),
+            Gradient::Device(grad) => grad.len(),
         }
     }
 
@@ -129,17 +133,25 @@ impl<'a> Gradient<'a> {
         match self {
             Gradient::F32(grad) => Gradient::F32(&grad[range]),
             Gradient::Bf16(grad) => Gradient::Bf16(&grad[range]),
+            Gradient::Device(grad) => Gradient::Device(grad.slice(range)),
         }
+    }
+
+    /// Where it is in the memory of a GPU, if it is.
+    pub(crate) fn on_device(self) -> Option<DeviceSlice> {
+        if let Gradient::Device(slice) = self { Some(slice) } else { None }
     }
 }
 
-/// Where a parameter's updated weights go, in RAM.
+/// Where a parameter's updated weights go.
 #[derive(Debug)]
 pub enum WeightsOut<'a> {
-    /// Float32.
+    /// Float32, in RAM.
     F32(&'a mut [f32]),
-    /// Bits of bfloat16, rounded to the nearest.
+    /// Bits of bfloat16, rounded to the nearest, in RAM.
     Bf16(&'a mut [u16]),
+    /// In the memory of the store's GPU.
+    Device(DeviceSlice),
 }
 
 impl<'a> WeightsOut<'a> {
@@ -148,6 +160,7 @@ impl<'a> WeightsOut<'a> {
         match self {
             WeightsOut::F32(weights) => weights.len(),
             WeightsOut::Bf16(weights) => weights.len(),
+            WeightsOut::Device(weights) => weights.len(),
         }
     }
 
@@ -156,14 +169,17 @@ impl<'a> WeightsOut<'a> {
         match self {
             WeightsOut::F32(weights) => WeightsOut::F32(front(weights, n)),
             WeightsOut::Bf16(weights) => WeightsOut::Bf16(front(weights, n)),
+            WeightsOut::Device(weights) => WeightsOut::Device(weights.split_off(n)),
         }
     }
 
+    /// Puts weights into a part of the room, where that is in RAM.
     #[inline(always)]
-    fn write(&mut self, range: Range<usize>, main: &[f32]) {
+    pub(crate) fn write(&mut self, range: Range<usize>, main: &[f32]) {
         match self {
             WeightsOut::F32(weights) => weights[range].copy_from_slice(main),
             WeightsOut::Bf16(weights) => bf16::round_all(main, &mut weights[range]),
+            WeightsOut::Device(_) => debug_assert!(false, "room in a GPU's memory is written by way of RAM"),
         }
     }
 }
@@ -185,7 +201,7 @@ pub(crate) struct BlockMut<'a> {
 }
 
 /// Updates elements `range` of a block, all of one parameter, and hands out their new weights while they are in the cache.
-/// `grad` and `weights` have as many elements. Neither the range nor the block changes a result, with one condition: in the
+/// `grad` and `weights` are in RAM and have as many elements. Neither the range nor the block changes a result, with one condition: in the
 /// 8-bit format a range has all elements of the parameter that share a scale.
 pub(crate) fn update_block(
     rule: &Rule,
@@ -224,6 +240,10 @@ impl Compiled for Update<'_> {
                 Gradient::Bf16(grad) => {
                     bf16::widen_all(grad, &mut wide[..n]);
                     &wide[..n]
+                }
+                Gradient::Device(_) => {
+                    debug_assert!(false, "a gradient in a GPU's memory is brought to RAM first");
+                    return;
                 }
             };
             let main = &mut main[tile.clone()];

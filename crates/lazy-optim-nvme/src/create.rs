@@ -6,11 +6,11 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
 
-use lazy_model::Bytes;
+use lazy_model::{Bytes, Tier};
 use lazy_store::durable::{DurableDir, DurableFile};
 
 use crate::files::{LAYOUT_FILE, RECORD_FILE, open_dir, write_bytes};
-use crate::home::{self, Bucket, Home, Memory, Slots};
+use crate::home::{self, Bucket, Home, Homes, Slots};
 use crate::layout::{Layout, StoreId, layout_file_bytes};
 use crate::moments::Moment;
 use crate::record::{self, Committed, Record, Standing};
@@ -141,7 +141,7 @@ impl New<'_> {
         write_bytes(&layout_file, 0, &layout_bytes)?;
         let record_file = make(RECORD_FILE, record::page_bytes(layout) * 2)?;
         let Seed { sequence, step_counts, blob } = seed;
-        let mut buckets = self.homes(&mut make, sequence)?;
+        let mut buckets = self.homes(&mut make, ring, sequence)?;
         let tables = self.fill(ring, contents, &buckets, sequence)?;
         let mut committed = Vec::with_capacity(buckets.len());
         for ((index, bucket), table) in buckets.iter_mut().enumerate().zip(tables) {
@@ -157,7 +157,7 @@ impl New<'_> {
             committed.push(Committed { slot: 0, generation: sequence, head_crc });
         }
         dir.sync()?;
-        // What is in RAM is on disk only in what is saved.
+        // What is in memory is on disk only in what is saved.
         let standing = if buckets.iter().any(|b| b.slots().is_none()) {
             Standing::Begun
         } else {
@@ -174,12 +174,13 @@ impl New<'_> {
     fn homes(
         &self,
         make: &mut dyn FnMut(&str, Bytes) -> Result<DurableFile, OptimError>,
+        ring: &Ring,
         generation: u64,
     ) -> Result<Vec<Bucket>, OptimError> {
-        let in_memory = home::in_memory(self.layout, self.options).0;
+        let homes = Homes::new(self.layout, self.options);
         let mut home = |(index, shape): (usize, SlotShape)| {
-            if index < in_memory {
-                return Ok::<_, OptimError>(Home::Host(Memory::new(shape)?));
+            if homes.tiers[index] != Tier::Nvme {
+                return Home::memory(homes.tiers[index], shape, ring);
             }
             let mut slot = |slot| make(&slot::file_name(index, slot), shape.file_bytes());
             // The first slot is written now.

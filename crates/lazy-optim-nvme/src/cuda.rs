@@ -8,6 +8,7 @@ use lazy_store::cuda::kernels::{Arg, Grid, Kernel, Module};
 
 use crate::OptimError;
 use crate::adam::{Rule, unscale};
+use crate::device::DeviceSlice;
 use crate::moments::Moments;
 use crate::norm::NORM_BLOCK;
 use crate::quant::{self, QUANT_BLOCK};
@@ -20,32 +21,6 @@ const STRIDE: u64 = THREADS as u64 * 8;
 const BLOCKS_WITH_TABLES: u32 = 4;
 /// Most blocks of a grid.
 const MOST_BLOCKS: u64 = i32::MAX as u64;
-
-/// Numbers in device memory, by the address of the first, which is a multiple of a number's size. A multiple of 16 is
-/// faster.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum DeviceSlice {
-    /// Float32.
-    F32(u64),
-    /// Bits of bfloat16.
-    Bf16(u64),
-}
-
-impl DeviceSlice {
-    fn address(self) -> u64 {
-        match self {
-            DeviceSlice::F32(address) | DeviceSlice::Bf16(address) => address,
-        }
-    }
-
-    fn is_bf16(self) -> bool {
-        matches!(self, DeviceSlice::Bf16(_))
-    }
-
-    fn check(self, what: &str) -> Result<(), OptimError> {
-        aligned(self.address(), if self.is_bf16() { 2 } else { 4 }, what)
-    }
-}
 
 /// Sections of the state in device memory, laid out as in slot files, by the addresses of their first blocks, which are
 /// multiples of 16.
@@ -90,8 +65,8 @@ impl CudaAdam {
         })
     }
 
-    /// Puts the update of elements `first..first + len` of the sections, all of one parameter, on a stream. `grad`, and
-    /// `weights` where the new weights are wanted, have `len` elements.
+    /// Puts the update of the elements from `first` on of the sections, all of one parameter, on a stream: as many as `grad`, and
+    /// `weights` where the new weights are wanted, have.
     ///
     /// # Errors
     ///
@@ -99,17 +74,15 @@ impl CudaAdam {
     ///
     /// # Safety
     ///
-    /// The stream is one of this GPU's and alive. The addresses are its memory: the sections' hold at least `first + len`
-    /// elements, in whole blocks where moments are 8-bit, and the others `len`. Nobody else uses any of it until the stream
+    /// The stream is one of this GPU's and alive. The addresses are its memory: the sections' hold all
+    /// those elements, in whole blocks where moments are 8-bit. Nobody else uses any of it until the stream
     /// has come past this, save for reading the gradient.
-    #[expect(clippy::too_many_arguments, reason = "each is another thing to give, and there is one caller")]
     pub(crate) unsafe fn update(
         &self,
         stream: Stream,
         rule: &Rule,
         sections: DeviceSections,
         first: u64,
-        len: u64,
         grad: DeviceSlice,
         weights: Option<DeviceSlice>,
     ) -> Result<(), OptimError> {
@@ -117,8 +90,9 @@ impl CudaAdam {
         for (address, what) in [(main, "main weights"), (avg, "exp_avg"), (sq, "exp_avg_sq")] {
             aligned(address, 16, what)?;
         }
-        grad.check("a gradient")?;
-        weights.map_or(Ok(()), |weights| weights.check("weights"))?;
+        check(grad, "a gradient")?;
+        weights.map_or(Ok(()), |weights| check(weights, "weights"))?;
+        let len = grad.len() as u64;
         if len == 0 {
             return Ok(());
         }
@@ -130,7 +104,7 @@ impl CudaAdam {
         };
         let mut args: Vec<Arg> = rule.constants().map(Arg::F32).into();
         args.extend(
-            [grad.address(), main, avg, sq, weights.map_or(0, DeviceSlice::address)].map(Arg::Address),
+            [grad.address(), main, avg, sq, weights.map_or(0, |weights| weights.address())].map(Arg::Address),
         );
         args.push(Arg::U32(weights.map_or(0, |weights| 1 + u32::from(weights.is_bf16()))));
         args.extend([first, len].map(Arg::U64));
@@ -141,7 +115,7 @@ impl CudaAdam {
     }
 
     /// Puts the partial sums of squares of a gradient, unscaled, on a stream: those of the blocks of 65,536 elements of its
-    /// parameter that its `len` elements from number `first` on lie in. They are float64 numbers at `sums`.
+    /// parameter that its elements, from number `first` on, lie in. They are float64 numbers at `sums`.
     ///
     /// # Errors
     ///
@@ -149,18 +123,18 @@ impl CudaAdam {
     ///
     /// # Safety
     ///
-    /// As for [`CudaAdam::update`]; `grad` has `len` elements and there is room for a number a block at `sums`.
+    /// As for [`CudaAdam::update`]; there is room for a number a block at `sums`.
     pub(crate) unsafe fn sums(
         &self,
         stream: Stream,
         grad: DeviceSlice,
         first: u64,
-        len: u64,
         scale: f64,
         sums: u64,
     ) -> Result<(), OptimError> {
-        grad.check("a gradient")?;
+        check(grad, "a gradient")?;
         aligned(sums, 8, "partial sums")?;
+        let len = grad.len() as u64;
         if len == 0 {
             return Ok(());
         }
@@ -187,6 +161,10 @@ impl CudaAdam {
             )
         }?)
     }
+}
+
+fn check(slice: DeviceSlice, what: &str) -> Result<(), OptimError> {
+    aligned(slice.address(), if slice.is_bf16() { 2 } else { 4 }, what)
 }
 
 fn aligned(address: u64, to: u64, what: &str) -> Result<(), OptimError> {

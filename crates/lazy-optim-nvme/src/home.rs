@@ -1,22 +1,24 @@
-//! Where buckets are at home: in slot files, or in RAM.
+//! Where buckets are at home: in slot files, in RAM, or in a GPU's memory.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use lazy_model::Bytes;
+use lazy_model::{Bytes, Tier};
+use lazy_store::DeviceChoice;
 use lazy_store::durable::{AlignedBuf, DurableFile};
 
+use crate::accelerator::{Accelerator, Resident};
 use crate::layout::Layout;
-use crate::ring::{Chunk, Sections};
-use crate::slot::{self, BlockSums, Identity, SECTIONS, SlotShape};
+use crate::ring::{Chunk, Ring, Sections};
+use crate::slot::{self, BLOCK, BlockSums, Identity, SECTIONS, SlotShape};
 use crate::state::bad_block;
-use crate::{AdamOptions, Durability, NvmeAdam, OptimError};
+use crate::{AdamOptions, Durability, NvmeAdam, OptimError, UpdateOn};
 
 /// One bucket.
 pub(crate) struct Bucket {
     pub(crate) home: Home,
     /// Sequence of the step that wrote it last.
     pub(crate) generation: u64,
-    /// Checksums of the live slot's blocks; none in RAM.
+    /// Checksums of the live slot's blocks; none in memory.
     pub(crate) table: Vec<BlockSums>,
 }
 
@@ -24,6 +26,57 @@ pub(crate) struct Bucket {
 pub(crate) enum Home {
     Nvme(Slots),
     Host(Memory),
+    Hbm(Resident),
+}
+
+impl Home {
+    /// Memory for a bucket at home in one of the upper tiers.
+    pub(crate) fn memory(tier: Tier, shape: SlotShape, ring: &Ring) -> Result<Home, OptimError> {
+        Ok(match (tier, ring.accelerator()) {
+            (Tier::Hbm, Some(accelerator)) => Home::Hbm(accelerator.resident(shape)?),
+            (_, accelerator) => Home::Host(Memory::new(shape, accelerator)?),
+        })
+    }
+
+    /// Whether its memory was given back.
+    fn is_out(&self) -> bool {
+        match self {
+            Home::Nvme(_) => false,
+            Home::Host(memory) => memory.is_out(),
+            Home::Hbm(there) => there.is_out(),
+        }
+    }
+
+    /// Reads a slot file into its memory, and checks that its blocks are those of `table`.
+    fn read(
+        &self,
+        file: &DurableFile,
+        identity: Identity,
+        table: &[BlockSums],
+        ring: &Ring,
+    ) -> Result<(), OptimError> {
+        match (self, ring.accelerator()) {
+            (Home::Host(memory), _) => memory.read(file, identity, table),
+            (Home::Hbm(there), Some(accelerator)) => {
+                Through { accelerator, there, file, identity }.read(table)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes what is in its memory into a slot file; the checksums of its blocks.
+    pub(crate) fn write(
+        &self,
+        file: &DurableFile,
+        identity: Identity,
+        ring: &Ring,
+    ) -> Result<Vec<BlockSums>, OptimError> {
+        match (self, ring.accelerator()) {
+            (Home::Host(memory), _) => memory.write(file, identity),
+            (Home::Hbm(there), Some(accelerator)) => Through { accelerator, there, file, identity }.write(),
+            _ => Ok(Vec::new()),
+        }
+    }
 }
 
 /// The slot files of a bucket: two that take turns, or one that is updated in place.
@@ -83,8 +136,14 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    pub(crate) fn new(shape: SlotShape) -> Result<Self, OptimError> {
-        let section = |section| AlignedBuf::zeroed(shape.padded(section, shape.elements));
+    /// Pinned, where chunks of it may go to a GPU.
+    fn new(shape: SlotShape, accelerator: Option<&Accelerator>) -> Result<Self, OptimError> {
+        let pinned = accelerator.filter(|accelerator| accelerator.takes_chunks());
+        let section = |section| {
+            let mut buffer = AlignedBuf::zeroed(shape.padded(section, shape.elements))?;
+            pinned.map_or(Ok(()), |accelerator| accelerator.pin(&mut buffer))?;
+            Ok::<_, OptimError>(buffer)
+        };
         let sections = Mutex::new([section(0)?, section(1)?, section(2)?]);
         Ok(Memory { shape, sections })
     }
@@ -93,6 +152,15 @@ impl Memory {
     pub(crate) fn lock(&self) -> MutexGuard<'_, [AlignedBuf; 3]> {
         // What was half updated when a thread panicked is told by the latch of the store.
         self.sections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where the sections of a chunk begin, for copies of a GPU.
+    pub(crate) fn addresses(&self, chunk: Chunk) -> [u64; 3] {
+        let mut section = 0;
+        self.lock().each_mut().map(|buffer| {
+            section += 1;
+            buffer.address() + self.shape.bytes(section - 1, chunk.first) as u64
+        })
     }
 
     /// Gives its memory back; what it held is in a file.
@@ -108,13 +176,7 @@ impl Memory {
         self.shape.elements > 0 && self.lock()[0].is_empty()
     }
 
-    /// Reads a slot file into it, and checks that its blocks are those of `table`.
-    pub(crate) fn read(
-        &self,
-        file: &DurableFile,
-        identity: Identity,
-        table: &[BlockSums],
-    ) -> Result<(), OptimError> {
+    fn read(&self, file: &DurableFile, identity: Identity, table: &[BlockSums]) -> Result<(), OptimError> {
         let mut sections = self.lock();
         for (section, buffer) in sections.iter_mut().enumerate() {
             let (read, result) = file.read_at(self.shape.offset(section, 0), take(buffer)?).wait();
@@ -129,8 +191,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Writes it into a slot file; the checksums of its blocks.
-    pub(crate) fn write(&self, file: &DurableFile, identity: Identity) -> Result<Vec<BlockSums>, OptimError> {
+    fn write(&self, file: &DurableFile, identity: Identity) -> Result<Vec<BlockSums>, OptimError> {
         let mut sections = self.lock();
         for (section, buffer) in sections.iter_mut().enumerate() {
             let (written, result) = file.write_at(self.shape.offset(section, 0), take(buffer)?).wait();
@@ -167,24 +228,101 @@ fn take(buffer: &mut AlignedBuf) -> Result<AlignedBuf, OptimError> {
     Ok(std::mem::replace(buffer, AlignedBuf::zeroed(Bytes::ZERO)?))
 }
 
+/// A bucket in a GPU's memory on its way from or to a slot file, section by section through the accelerator's buffer.
+struct Through<'a> {
+    accelerator: &'a Accelerator,
+    there: &'a Resident,
+    file: &'a DurableFile,
+    identity: Identity,
+}
+
+impl Through<'_> {
+    /// Runs of whole blocks that the buffer holds, of every section.
+    fn pieces(&self, buffer: &AlignedBuf) -> impl Iterator<Item = (usize, Chunk)> + use<> {
+        let (shape, bucket) = (self.there.shape, self.identity.bucket);
+        let whole = shape.moments.blocks_in_pages() * BLOCK;
+        let step = (buffer.len() / 4 / whole).max(1) * whole;
+        (0..SECTIONS.len()).flat_map(move |section| {
+            let firsts = (0..shape.elements).step_by(step);
+            firsts.map(move |first| (section, Chunk { bucket, first, len: step.min(shape.elements - first) }))
+        })
+    }
+
+    /// The checksums of the blocks of a piece of a section in the buffer, with their numbers.
+    fn sums<'a>(
+        &'a self,
+        buffer: &'a AlignedBuf,
+        section: usize,
+        chunk: Chunk,
+    ) -> impl Iterator<Item = (usize, u32)> + 'a {
+        let shape = self.there.shape;
+        let bytes = &buffer.as_slice()[..shape.bytes(section, chunk.len)];
+        let blocks = bytes.chunks(shape.bytes(section, BLOCK)).enumerate();
+        blocks.map(move |(i, data)| {
+            let block = chunk.first / BLOCK + i;
+            (block, self.identity.sum(block, section, data))
+        })
+    }
+
+    fn write(&self) -> Result<Vec<BlockSums>, OptimError> {
+        let (shape, mut buffer) = (self.there.shape, self.accelerator.scratch());
+        let mut table = vec![BlockSums::default(); shape.blocks()];
+        let length = buffer.len();
+        for (section, chunk) in self.pieces(&buffer) {
+            self.accelerator.move_section(self.there, chunk, section, &mut buffer, false)?;
+            self.sums(&buffer, section, chunk).for_each(|(block, sum)| table[block][section] = sum);
+            buffer.set_len(shape.padded(section, chunk.len).0 as usize);
+            buffer.as_mut_slice()[shape.bytes(section, chunk.len)..].fill(0);
+            let pending = self.file.write_at(shape.offset(section, chunk.first), take(&mut buffer)?);
+            let (written, result) = pending.wait();
+            *buffer = written;
+            buffer.set_len(length);
+            result?;
+        }
+        Ok(table)
+    }
+
+    fn read(&self, table: &[BlockSums]) -> Result<(), OptimError> {
+        let (shape, mut buffer) = (self.there.shape, self.accelerator.scratch());
+        let length = buffer.len();
+        for (section, chunk) in self.pieces(&buffer) {
+            buffer.set_len(shape.padded(section, chunk.len).0 as usize);
+            let pending = self.file.read_at(shape.offset(section, chunk.first), take(&mut buffer)?);
+            let (read, result) = pending.wait();
+            *buffer = read;
+            buffer.set_len(length);
+            result?;
+            let wrong =
+                self.sums(&buffer, section, chunk).find(|(block, sum)| table[*block][section] != *sum);
+            if let Some((block, _)) = wrong {
+                return Err(bad_block(self.file.path(), shape, self.identity.bucket, block, section));
+            }
+            self.accelerator.move_section(self.there, chunk, section, &mut buffer, true)?;
+        }
+        Ok(())
+    }
+}
+
 impl NvmeAdam {
-    /// Puts what is at home in RAM into files, and gives the memory back.
+    /// Puts what is at home in memory into files, and gives the memory back.
     pub(crate) fn move_out(&mut self) -> Result<(), OptimError> {
         if self.buckets.iter().any(|bucket| bucket.slots().is_none()) {
             // The files are for this process alone.
             self.begin()?;
         }
         for index in 0..self.buckets.len() {
-            let shape = self.layout.slot(index);
-            let Home::Host(memory) = &self.buckets[index].home else { continue };
-            if memory.is_out() {
+            let (shape, identity) = (self.layout.slot(index), self.out_identity(index));
+            let bucket = &mut self.buckets[index];
+            if bucket.slots().is_some() || bucket.home.is_out() {
                 continue;
             }
             let file = self.dir.create_file(&slot::file_name(index, 0), shape.file_bytes())?;
-            let table = memory.write(&file, self.out_identity(index))?;
-            let emptied = memory.empty();
-            self.buckets[index].table = table;
-            emptied?;
+            bucket.table = bucket.home.write(&file, identity, &self.ring)?;
+            match &mut bucket.home {
+                Home::Hbm(there) => there.empty(),
+                Home::Host(memory) => memory.empty()?,
+                Home::Nvme(_) => {}
+            }
         }
         Ok(())
     }
@@ -192,17 +330,18 @@ impl NvmeAdam {
     /// Takes it back.
     pub(crate) fn move_in(&mut self) -> Result<(), OptimError> {
         for index in 0..self.buckets.len() {
-            let shape = self.layout.slot(index);
-            let Home::Host(memory) = &self.buckets[index].home else { continue };
-            if !memory.is_out() {
-                continue;
-            }
-            let name = slot::file_name(index, 0);
-            let fresh = Memory::new(shape)?;
-            fresh.read(&self.dir.open_file(&name)?, self.out_identity(index), &self.buckets[index].table)?;
+            let bucket = &self.buckets[index];
+            let tier = match &bucket.home {
+                home if !home.is_out() => continue,
+                Home::Hbm(_) => Tier::Hbm,
+                _ => Tier::Host,
+            };
+            let (name, identity) = (slot::file_name(index, 0), self.out_identity(index));
+            let fresh = Home::memory(tier, self.layout.slot(index), &self.ring)?;
+            fresh.read(&self.dir.open_file(&name)?, identity, &bucket.table, &self.ring)?;
             self.dir.remove(&name)?;
             let bucket = &mut self.buckets[index];
-            (bucket.home, bucket.table) = (Home::Host(fresh), Vec::new());
+            (bucket.home, bucket.table) = (fresh, Vec::new());
         }
         Ok(())
     }
@@ -217,38 +356,59 @@ impl Bucket {
     pub(crate) fn slots(&self) -> Option<&Slots> {
         match &self.home {
             Home::Nvme(slots) => Some(slots),
-            Home::Host(_) => None,
+            Home::Host(_) | Home::Hbm(_) => None,
         }
     }
 
-    /// Takes a bucket from its slot file into RAM.
-    pub(crate) fn move_in(&mut self, shape: SlotShape, identity: Identity) -> Result<(), OptimError> {
-        if let Home::Nvme(slots) = &self.home {
-            let memory = Memory::new(shape)?;
-            memory.read(slots.source(), identity, &self.table)?;
-            (self.home, self.table) = (Home::Host(memory), Vec::new());
+    /// Takes a bucket from its slot file into memory.
+    pub(crate) fn move_in(
+        &mut self,
+        tier: Tier,
+        shape: SlotShape,
+        identity: Identity,
+        ring: &Ring,
+    ) -> Result<(), OptimError> {
+        if let (Tier::Hbm | Tier::Host, Home::Nvme(slots)) = (tier, &self.home) {
+            let home = Home::memory(tier, shape, ring)?;
+            home.read(slots.source(), identity, &self.table, ring)?;
+            (self.home, self.table) = (home, Vec::new());
         }
         Ok(())
     }
 }
 
-/// Bytes of a bucket in RAM.
-fn memory_bytes(shape: SlotShape) -> Bytes {
-    (0..3).map(|section| shape.padded(section, shape.elements)).sum()
+/// Where the buckets of a layout are at home.
+pub(crate) struct Homes {
+    /// By bucket.
+    pub(crate) tiers: Vec<Tier>,
+    /// Bytes of those in RAM.
+    pub(crate) host: Bytes,
+    /// Bytes of those in HBM.
+    pub(crate) hbm: Bytes,
 }
 
-/// How many buckets, from the first on, are at home in RAM, and the bytes they take there.
-pub(crate) fn in_memory(layout: &Layout, options: &AdamOptions) -> (usize, Bytes) {
-    let mut bytes = Bytes::ZERO;
-    let mut count = 0;
-    for shape in layout.slots() {
-        let more = bytes + memory_bytes(shape);
-        if more > options.host {
-            break;
+impl Homes {
+    /// The first buckets in HBM, the next ones in RAM, as far as the budgets go.
+    pub(crate) fn new(layout: &Layout, options: &AdamOptions) -> Homes {
+        let mut homes = Homes { tiers: Vec::new(), host: Bytes::ZERO, hbm: Bytes::ZERO };
+        let mut tier = Tier::Hbm;
+        for shape in layout.slots() {
+            let bytes = (0..3).map(|section| shape.padded(section, shape.elements)).sum::<Bytes>();
+            if tier == Tier::Hbm && homes.hbm + bytes > options.hbm {
+                tier = Tier::Host;
+            }
+            if tier == Tier::Host && homes.host + bytes > options.host {
+                tier = Tier::Nvme;
+            }
+            match tier {
+                Tier::Hbm => homes.hbm += bytes,
+                Tier::Host => homes.host += bytes,
+                Tier::Nvme => {}
+            }
+            homes.tiers.push(tier);
         }
-        (bytes, count) = (more, count + 1);
+        homes
     }
-    (count, bytes)
 }
 
 /// Slot files of each bucket on NVMe.
@@ -261,10 +421,19 @@ pub(crate) fn slot_count(durability: Durability) -> usize {
 
 /// Refuses what cannot be kept as asked.
 pub(crate) fn check(options: &AdamOptions) -> Result<(), OptimError> {
-    if options.host > Bytes::ZERO && options.durability == Durability::Step {
-        let what =
-            "state in RAM cannot be committed at every step: set durability to checkpoint, or host to 0";
-        return Err(OptimError::Option { what: what.into() });
+    let refused = |what: &str| Err(OptimError::Option { what: what.into() });
+    if (options.host > Bytes::ZERO || options.hbm > Bytes::ZERO) && options.durability == Durability::Step {
+        return refused(
+            "state in RAM or HBM cannot be committed at every step: set durability to checkpoint, or host and hbm to 0",
+        );
+    }
+    if options.device == DeviceChoice::Host {
+        if options.hbm > Bytes::ZERO {
+            return refused("state in HBM needs a GPU: set device, or hbm to 0");
+        }
+        if options.update == UpdateOn::Cuda {
+            return refused("updates on a GPU need one: set device, or update to cpu or auto");
+        }
     }
     Ok(())
 }

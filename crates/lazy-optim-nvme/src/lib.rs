@@ -64,17 +64,51 @@
 //! ```
 //!
 //! **Where state is.** With [`Durability::Checkpoint`] a step updates the state in place and commits nothing: half the space,
-//! fewer flushes, and what was saved last survives. Buckets may then live in RAM ([`AdamOptions::host`]). Moments take four bytes
+//! fewer flushes, and what was saved last survives. Buckets may then live in RAM ([`AdamOptions::host`]), and in the memory of a GPU
+//! ([`AdamOptions::hbm`]): the first ones there, the next ones in RAM, the others on NVMe. Moments take four bytes
 //! each, two, or one ([`Moments`], by parameter). None of that changes a bit of what the others compute.
+//!
+//! **Beside a GPU** ([`AdamOptions::device`]) gradients are read and weights are written in its memory, where the caller has them
+//! ([`DeviceSlice`]). Chunks of state go there to be updated, or gradients come here, whichever takes less time ([`UpdateOn`],
+//! [`NvmeAdam::update_on`]). A step waits for the stream it is told of, and has done everything when it returns.
+//!
+//! ```no_run
+//! use cudarc::driver::{CudaContext, DevicePtr, DevicePtrMut};
+//! use lazy_optim_nvme::*;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! const N: usize = 1 << 20;
+//! let stream = CudaContext::new(0)?.new_stream()?; // the trainer's own
+//! let (grad, mut weights) = (stream.alloc_zeros::<f32>(N)?, stream.alloc_zeros::<u16>(N)?);
+//! let options = AdamOptions { device: DeviceChoice::Cuda { ordinal: 0 }, ..AdamOptions::default() };
+//! let init = |_: usize, _: usize, values: &mut [f32]| values.fill(0.1);
+//! let mut adam = NvmeAdam::create("optimizer".as_ref(), &[ParamSpec::new("w", &[N])], &options, init)?;
+//! eprintln!("{:?}, {:?} of the GPU", adam.update_on(), NvmeAdam::device_bytes(&[], &options)?);
+//! // SAFETY: the stream lives as long as the steps.
+//! let ordered = unsafe { Stream::from_raw(stream.cu_stream().cast()) };
+//! for _step in 0..100 {
+//!     // Forward and backward are put on the stream, and fill `grad`.
+//!     let (grad, _read) = grad.device_ptr(&stream);
+//!     let (room, _written) = weights.device_ptr_mut(&stream);
+//!     // SAFETY: both slices outlive the step, and nothing but what is on the stream already uses them until it returns.
+//!     let (grad, room) = unsafe { (DeviceSlice::f32(grad, N), DeviceSlice::bf16(room, N)) };
+//!     let groups = [GroupOptions::default()];
+//!     let input = StepInput { groups: &groups, max_norm: Some(1.0), stream: Some(ordered), ..StepInput::default() };
+//!     adam.step_into(&[Some(Gradient::Device(grad))], &input, vec![Some(WeightsOut::Device(room))])?;
+//! }
+//! # Ok(())
+//! # }
+//! ```
 //!
 //! Memory besides the ring: twelve bytes of checksums for every 16,384 elements, and the caller's gradients. Each bucket
 //! keeps two files open. The formats are in `docs/formats.md`.
 
+mod accelerator;
 mod adam;
 mod bf16;
 mod create;
-#[allow(dead_code, reason = "steps run on the CPU alone so far")]
 mod cuda;
+mod device;
 mod error;
 mod export;
 mod files;
@@ -84,6 +118,7 @@ mod import;
 mod layout;
 mod load;
 mod manifest;
+mod measure;
 mod moments;
 mod norm;
 mod open;
@@ -105,6 +140,7 @@ mod source;
 mod state;
 mod step;
 mod transaction;
+mod update;
 mod wire;
 
 #[cfg(test)]
@@ -120,6 +156,9 @@ mod crash;
 mod crash_save;
 
 #[cfg(test)]
+mod simulated_steps;
+
+#[cfg(test)]
 #[path = "../tests/common/mod.rs"]
 mod common;
 
@@ -127,16 +166,17 @@ mod common;
 compile_error!("slot files are little-endian images of memory; a big-endian build would need to swap bytes");
 
 pub use adam::{Gradient, WeightsOut};
+pub use device::DeviceSlice;
 pub use error::OptimError;
 pub use export::export;
 pub use lazy_store::durable::IoOptions;
-pub use lazy_store::{Bytes, NvmeMode, Seconds, Span};
+pub use lazy_store::{Bytes, DeviceChoice, NvmeMode, Seconds, Span, Stream};
 pub use load::LoadOptions;
 pub use moments::Moments;
 pub use norm::{NormPart, combine_norm};
 pub use options::{
     AdamOptions, Durability, GroupOptions, ParamSpec, Part, Shard, StatePart, StepInput, StepOutcome,
-    StepSeconds,
+    StepSeconds, UpdateChoice, UpdateCosts, UpdateOn,
 };
 pub use save::{Generation, Saving, generations};
 pub use state::NvmeAdam;

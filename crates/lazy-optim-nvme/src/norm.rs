@@ -39,7 +39,7 @@ pub fn combine_norm(parts: impl IntoIterator<Item = NormPart>) -> f64 {
     parts.iter().fold(0.0, |total, part| total + part.sum).sqrt()
 }
 
-/// The parts of the gradients of one rank, whose first elements in their parameters are given.
+/// The parts of the gradients of one rank in RAM, whose first elements in their parameters are given.
 pub(crate) fn parts<'a>(
     grads: impl IntoIterator<Item = (Option<Gradient<'a>>, usize)>,
     scale: f64,
@@ -95,6 +95,8 @@ impl Compiled for Squares<'_> {
         match self.block {
             Gradient::F32(block) => add_squares(&mut lanes, block, self.unscale, |g| g),
             Gradient::Bf16(block) => add_squares(&mut lanes, block, self.unscale, bf16::widen),
+            // The GPU does that.
+            Gradient::Device(_) => return f64::NAN,
         }
         // Halves are added until one is left.
         let mut width = LANES / 2;

@@ -5,7 +5,7 @@ use std::path::Path;
 use lazy_store::durable::{DurableDir, DurableFile};
 
 use crate::files::{LAYOUT_FILE, RECORD_FILE, check_length, damaged, hex, open_dir, read_bytes, wrong_file};
-use crate::home::{self, Bucket, Home, Slots};
+use crate::home::{self, Bucket, Home, Homes, Slots};
 use crate::layout::{Layout, StoreId};
 use crate::record::{self, Committed, Record, Standing};
 use crate::ring::Ring;
@@ -67,16 +67,12 @@ impl NvmeAdam {
                 format!("durability is {durability:?} on disk, {:?} asked for", options.durability);
             return Err(OptimError::LayoutMismatch { dir: folder(), difference });
         }
-        let in_memory = home::in_memory(&layout, options).0;
+        let homes = Homes::new(&layout, options);
         let mut buckets = Vec::with_capacity(record.buckets.len());
         for (index, committed) in record.buckets.iter().enumerate() {
             let mut bucket = open_bucket(&dir, &id, index, durability, layout.slot(index), committed)?;
-            if index < in_memory {
-                bucket.move_in(
-                    layout.slot(index),
-                    Identity { id, bucket: index, generation: bucket.generation },
-                )?;
-            }
+            let identity = Identity { id, bucket: index, generation: bucket.generation };
+            bucket.move_in(homes.tiers[index], layout.slot(index), identity, &ring)?;
             buckets.push(bucket);
         }
         let (confirmed, latch) = (false, None);

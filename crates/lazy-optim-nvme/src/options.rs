@@ -5,6 +5,7 @@ use std::time::Instant;
 use lazy_model::{Bytes, Seconds, Span};
 
 use lazy_store::durable::IoOptions;
+use lazy_store::{DeviceChoice, Stream};
 
 use crate::moments::Moments;
 
@@ -124,6 +125,40 @@ pub enum Durability {
     Checkpoint,
 }
 
+/// Where the update of state at home in RAM and on NVMe is computed. The bits are the same; state at home in HBM is updated there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum UpdateOn {
+    /// On the processor's cores. Gradients and weights in the GPU's memory are copied.
+    Cpu,
+    /// On the GPU of [`AdamOptions::device`]: chunks of the state go there and back.
+    Cuda,
+    /// Where it takes less time, measured when the store is opened; without a GPU on the processor. [`NvmeAdam::update_on`] says
+    /// what was taken and why.
+    ///
+    /// [`NvmeAdam::update_on`]: crate::NvmeAdam::update_on
+    #[default]
+    Auto,
+}
+
+/// Where updates of state at home in RAM and on NVMe are computed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UpdateChoice {
+    /// [`UpdateOn::Cpu`] or [`UpdateOn::Cuda`].
+    pub on: UpdateOn,
+    /// With [`UpdateOn::Auto`] beside a GPU, the time of a chunk on each, of several in a row: with checksums, gradients that are float32
+    /// in device memory and weights that go there as bfloat16, and all copies.
+    pub measured: Option<UpdateCosts>,
+}
+
+/// Time of a chunk.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UpdateCosts {
+    /// On the processor.
+    pub cpu: Seconds,
+    /// On the GPU.
+    pub cuda: Seconds,
+}
+
 /// How the state is cut, kept and streamed.
 #[derive(Clone, Debug)]
 pub struct AdamOptions {
@@ -138,8 +173,14 @@ pub struct AdamOptions {
     pub depth: usize,
     /// What a step leaves on disk. Default: everything.
     pub durability: Durability,
-    /// State that is at home in RAM: whole buckets, from the first on, as many as fit. It is on disk only in what was saved, so
-    /// this needs [`Durability::Checkpoint`]. Default none.
+    /// The GPU in whose memory gradients, weights and state may be. Default: none.
+    pub device: DeviceChoice,
+    /// Where updates are computed. Default: where that takes less time.
+    pub update: UpdateOn,
+    /// State that is at home in the GPU's memory: whole buckets, from the first on, as many as fit. It is on disk only in what was
+    /// saved, so this needs [`Durability::Checkpoint`]. Default none.
+    pub hbm: Bytes,
+    /// State that is at home in RAM: whole buckets, from the first on of the others, as many as fit; as for `hbm`. Default none.
     pub host: Bytes,
     /// How the files are read and written.
     pub io: IoOptions,
@@ -152,6 +193,9 @@ impl Default for AdamOptions {
             chunk_bytes: Bytes::from_mib(16),
             depth: 3,
             durability: Durability::Step,
+            device: DeviceChoice::Host,
+            update: UpdateOn::Auto,
+            hbm: Bytes::ZERO,
             host: Bytes::ZERO,
             io: IoOptions::default(),
         }
@@ -172,13 +216,24 @@ pub struct StepInput<'a> {
     /// The caller's own state (data cursor, seed, schedule hash), committed with the step; at most
     /// [`MAX_BLOB_BYTES`](crate::MAX_BLOB_BYTES) bytes.
     pub blob: &'a [u8],
+    /// The stream of the caller's on which gradients in device memory are computed, and weights there were last used: the call begins
+    /// with waiting for what is on it. `None`: all that is done. When the call returns, what it did in device memory is done.
+    pub stream: Option<Stream>,
     /// Zero of the times in [`StepOutcome::spans`]; the start of the call where absent.
     pub origin: Option<Instant>,
 }
 
 impl Default for StepInput<'_> {
     fn default() -> Self {
-        StepInput { groups: &[], grad_norm: None, max_norm: None, scale: 1.0, blob: &[], origin: None }
+        StepInput {
+            groups: &[],
+            grad_norm: None,
+            max_norm: None,
+            scale: 1.0,
+            blob: &[],
+            stream: None,
+            origin: None,
+        }
     }
 }
 
@@ -209,7 +264,8 @@ pub struct StepOutcome {
     pub bytes_read: Bytes,
     /// Bytes written to the state's files.
     pub bytes_written: Bytes,
-    /// What ran when: transfers and the commit on the lanes of the drive, arithmetic on the optimizer lane.
+    /// What ran when: transfers and the commit on the lanes of the drive, copies on those of the link, arithmetic on the optimizer
+    /// lane.
     pub spans: Vec<Span>,
     /// Something the caller should show: for example a norm so large that clipping pushes gradients under `eps`.
     pub warning: Option<String>,

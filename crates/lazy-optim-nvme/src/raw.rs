@@ -8,8 +8,9 @@ use lazy_store::Stream;
 use lazy_store::cuda::Gpu;
 use rayon::prelude::*;
 
+use crate::DeviceSlice;
 use crate::adam::{BlockMut, Gradient, Rule, WeightsOut, update_block};
-use crate::cuda::{CudaAdam, DeviceSections, DeviceSlice};
+use crate::cuda::{CudaAdam, DeviceSections};
 use crate::moments::{Moment, Moments};
 use crate::slot::BLOCK;
 use crate::{GroupOptions, OptimError, norm};
@@ -219,12 +220,14 @@ impl Kernels {
             Some(DeviceWeights::F32(view)) => {
                 let room = view.len();
                 let (address, used) = view.device_ptr_mut(&self.stream);
-                (Some(DeviceSlice::F32(address)), room, Some(used))
+                // SAFETY: the view is alive, and borrowed until the work is on the stream that frees it.
+                (Some(unsafe { DeviceSlice::f32(address, room) }), room, Some(used))
             }
             Some(DeviceWeights::Bf16(view)) => {
                 let room = view.len();
                 let (address, used) = view.device_ptr_mut(&self.stream);
-                (Some(DeviceSlice::Bf16(address)), room, Some(used))
+                // SAFETY: as above.
+                (Some(unsafe { DeviceSlice::bf16(address, room) }), room, Some(used))
             }
         };
         if room != n || first + n > sections.main.len() {
@@ -238,7 +241,7 @@ impl Kernels {
         // here is used on this stream alone, and freed in its order.
         unsafe {
             let stream = Stream::from_raw(self.stream.cu_stream().cast());
-            self.adam.update(stream, &step.0, sections, first as u64, n as u64, grad, out)
+            self.adam.update(stream, &step.0, sections, first as u64, grad, out)
         }
     }
 
@@ -256,7 +259,7 @@ impl Kernels {
         // SAFETY: as in `update`.
         unsafe {
             let stream = Stream::from_raw(self.stream.cu_stream().cast());
-            self.adam.sums(stream, grad, first as u64, n as u64, scale, sums)?;
+            self.adam.sums(stream, grad, first as u64, scale, sums)?;
         }
         drop(written);
         let mut found = self.stream.clone_dtoh(&found).map_err(|error| driver(&error))?;
@@ -268,11 +271,13 @@ impl Kernels {
         match grads {
             DeviceGradient::F32(view) => {
                 let (address, used) = view.device_ptr(&self.stream);
-                (DeviceSlice::F32(address), view.len(), used)
+                // SAFETY: as in `update`.
+                (unsafe { DeviceSlice::f32(address, view.len()) }, view.len(), used)
             }
             DeviceGradient::Bf16(view) => {
                 let (address, used) = view.device_ptr(&self.stream);
-                (DeviceSlice::Bf16(address), view.len(), used)
+                // SAFETY: as in `update`.
+                (unsafe { DeviceSlice::bf16(address, view.len()) }, view.len(), used)
             }
         }
     }

@@ -29,8 +29,9 @@ impl NvmeAdam {
         })
     }
 
-    /// Gives back the memory of the ring and of the buckets at home in RAM, which go to a file each in the store's folder. For
-    /// somebody else who needs it between steps, such as inference on the same machine. Whatever needs the state afterwards
+    /// Gives back the memory of the ring and of the buckets at home in RAM and HBM, which go to a file each in the store's folder: all
+    /// of [`memory_bytes`](NvmeAdam::memory_bytes) and [`device_bytes`](NvmeAdam::device_bytes). For
+    /// somebody else who needs it between steps, such as inference on the same GPU. Whatever needs the state afterwards
     /// is refused until [`resume`](NvmeAdam::resume).
     pub fn suspend(&mut self) -> Result<(), OptimError> {
         if self.is_suspended() {

@@ -1,14 +1,17 @@
 //! The pipeline: a bounded ring of aligned buffers through which chunks are read, worked on and written.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 use lazy_model::{Bytes, Lane, Seconds, Span};
 
-use crate::home::{Home, Slots};
+use crate::accelerator::{self, Accelerator, Begun, Needs, Resident};
+use crate::home::{Home, Homes, Slots};
 use crate::layout::Layout;
+use crate::measure;
 use crate::slot::{BLOCK, SECTIONS};
-use crate::{AdamOptions, Moments, OptimError};
+use crate::{AdamOptions, Moments, OptimError, UpdateChoice, UpdateOn};
 use lazy_store::StoreError;
 use lazy_store::durable::{AlignedBuf, Pending};
 
@@ -40,7 +43,22 @@ pub(crate) trait Pass<'b> {
 
     /// Where a bucket is: read from its live slot, written to its next one, or worked on where it lies.
     fn home(&self, bucket: usize) -> &'b Home;
-    /// Works on a chunk's three sections, the bytes of `chunk.len` elements each; sections not read hold anything.
+    /// Whether the chunks of a bucket go through [`begin`](Pass::begin).
+    fn is_begun(&self, _home: &Home) -> bool {
+        false
+    }
+    /// Starts the work on a chunk on the GPU. `buffers` are a set of the ring's: the sections of a chunk from NVMe, else room; none
+    /// for a bucket that is one chunk. [`work`](Pass::work) follows when it is done, in the order of the chunks.
+    fn begin(
+        &mut self,
+        _chunk: Chunk,
+        _home: &'b Home,
+        buffers: Buffers,
+    ) -> Result<Begun, (Buffers, OptimError)> {
+        Err((buffers, OptimError::Suspended))
+    }
+    /// Works on a chunk's three sections, the bytes of `chunk.len` elements each; sections not read hold anything. Of what is at home
+    /// in HBM and was begun, there is none but the main weights, and none for a bucket that is one chunk.
     fn work(&mut self, chunk: Chunk, sections: Sections<'_>) -> Result<(), OptimError>;
     /// All of a bucket's chunks are written.
     fn written(&mut self, _bucket: usize) {}
@@ -59,15 +77,20 @@ impl Log {
         Log { origin, read: Bytes::ZERO, written: Bytes::ZERO, spans: Vec::new() }
     }
 
+    /// A time, counted from the zero of the spans'; that where it is before.
+    pub(crate) fn since(&self, t: Instant) -> Seconds {
+        Seconds(t.saturating_duration_since(self.origin).as_secs_f64())
+    }
+
     /// Records work on the lane that did it: arithmetic on the optimizer's, transfers on the drive's.
     pub(crate) fn span(&mut self, lane: Lane, name: String, start: Instant, end: Instant, bytes: Bytes) {
-        let since = |t: Instant| Seconds(t.saturating_duration_since(self.origin).as_secs_f64());
-        let (start, end) = (since(start), since(end));
+        let (start, end) = (self.since(start), self.since(end));
         self.spans.push(Span { name: name.into(), lane, start, end, bytes, blocked_on: None });
     }
 }
 
-type Buffers = Vec<AlignedBuf>;
+/// Of the sections of a chunk, and beside a GPU of its gradients.
+pub(crate) type Buffers = Vec<AlignedBuf>;
 
 /// A chunk on its way in or out, buffers included.
 struct Flight {
@@ -98,13 +121,45 @@ impl Flight {
 /// The buffers, reused by every trip.
 pub(crate) struct Ring {
     free: Vec<Buffers>,
-    /// Sets of buffers, while the ring has its memory.
-    depth: usize,
-    /// Bytes of each buffer of a set.
-    lengths: [usize; 3],
-    cut: Cut,
+    size: RingSize,
     /// Chunks read ahead of the one being worked on.
     ahead: usize,
+    accelerator: Option<Arc<Accelerator>>,
+    choice: UpdateChoice,
+}
+
+/// What a ring takes.
+pub(crate) struct RingSize {
+    cut: Cut,
+    /// Sets of buffers, while the ring has its memory.
+    sets: usize,
+    /// Bytes of each buffer of a set.
+    lengths: [Bytes; 4],
+    /// Of a GPU, where there is one.
+    needs: Option<Needs>,
+}
+
+impl RingSize {
+    pub(crate) fn new(layout: &Layout, options: &AdamOptions) -> Self {
+        let cut = Cut::new(options);
+        let [main, avg, sq] = cut.buffers(layout);
+        let needs = Needs::new(layout, options, [main, avg, sq], Homes::new(layout, options).hbm);
+        // The one on the GPU that its other chunks are beside is counted in the depth.
+        let beside = needs.as_ref().map_or(0, |_| accelerator::CHUNKS - 1);
+        let grads = needs.as_ref().map_or(Bytes::ZERO, |_| main);
+        RingSize { cut, sets: options.depth + beside, lengths: [main, avg, sq, grads], needs }
+    }
+
+    /// Bytes of RAM.
+    pub(crate) fn bytes(&self) -> Bytes {
+        let scratch = self.needs.as_ref().map_or(Bytes::ZERO, Needs::scratch_bytes);
+        self.lengths.into_iter().sum::<Bytes>() * self.sets as u64 + scratch
+    }
+
+    /// Bytes of a GPU's memory.
+    pub(crate) fn device_bytes(&self) -> Bytes {
+        self.needs.as_ref().map_or(Bytes::ZERO, Needs::device_bytes)
+    }
 }
 
 /// How buckets are cut into chunks.
@@ -144,32 +199,70 @@ impl Ring {
             let (asked, most) = (options.chunk_bytes, Bytes(MAX_TRANSFER));
             return Err(OptimError::Option { what: format!("chunk_bytes is {asked}; give at most {most}") });
         }
-        let cut = Cut::new(options);
-        let lengths = cut.buffers(layout).map(|bytes| bytes.0 as usize);
         // Half of what the chunk under work leaves goes to reads, the rest to writes.
-        let (depth, ahead) = (options.depth, options.depth / 2);
-        let mut ring = Ring { free: Vec::new(), depth, lengths, cut, ahead };
+        let (size, ahead) = (RingSize::new(layout, options), options.depth / 2);
+        let choice = UpdateChoice { on: options.update, measured: None };
+        let mut ring = Ring { free: Vec::new(), size, ahead, accelerator: None, choice };
         ring.take_again()?;
+        if options.update == UpdateOn::Auto {
+            ring.choice = measure::choose(&mut ring, layout)?;
+        }
         Ok(ring)
     }
 
-    /// Takes the memory of the buffers.
+    /// Takes the memory of the buffers, and of a GPU.
     pub(crate) fn take_again(&mut self) -> Result<(), OptimError> {
-        while self.free.len() < self.depth {
-            let set = self.lengths.map(|bytes| AlignedBuf::zeroed(Bytes(bytes as u64)));
-            self.free.push(set.into_iter().collect::<Result<_, _>>()?);
+        if let (None, Some(needs)) = (&self.accelerator, &self.size.needs) {
+            self.accelerator = Some(Arc::new(Accelerator::open(needs)?));
+        }
+        while self.free.len() < self.size.sets {
+            let mut set = Buffers::with_capacity(self.size.lengths.len());
+            for bytes in self.size.lengths {
+                let mut buffer = AlignedBuf::zeroed(bytes)?;
+                self.accelerator().map_or(Ok(()), |accelerator| accelerator.pin(&mut buffer))?;
+                set.push(buffer);
+            }
+            self.free.push(set);
         }
         Ok(())
     }
 
-    /// Gives the memory of the buffers back.
+    /// Gives the memory of the buffers and of the GPU back.
     pub(crate) fn give_up(&mut self) {
         self.free = Vec::new();
+        self.accelerator = None;
+    }
+
+    /// Memory that is taken.
+    #[cfg(test)]
+    pub(crate) fn taken(&self) -> Bytes {
+        let scratch = self.accelerator().map_or(0, |accelerator| accelerator.scratch().len());
+        Bytes((self.free.iter().flatten().map(AlignedBuf::len).sum::<usize>() + scratch) as u64)
     }
 
     /// Whether there is no memory to work in.
     pub(crate) fn is_given_up(&self) -> bool {
         self.free.is_empty()
+    }
+
+    /// The GPU, where there is one.
+    pub(crate) fn accelerator(&self) -> Option<&Accelerator> {
+        self.accelerator.as_deref()
+    }
+
+    /// Whether chunks of buckets at home in RAM and on NVMe are updated on the GPU.
+    pub(crate) fn updates_on_gpu(&self) -> bool {
+        self.accelerator.is_some() && self.choice.on == UpdateOn::Cuda
+    }
+
+    /// Where they are updated, and why.
+    pub(crate) fn choice(&self) -> UpdateChoice {
+        self.choice
+    }
+
+    /// The same, to be kept.
+    pub(crate) fn shared_accelerator(&self) -> Option<Arc<Accelerator>> {
+        self.accelerator.clone()
     }
 
     /// The chunks of the given buckets, in order.
@@ -178,10 +271,20 @@ impl Ring {
         layout: &'a Layout,
         buckets: &'a [usize],
     ) -> impl Iterator<Item = Chunk> + use<'a> {
-        let cut = self.cut;
+        self.chunks_or_whole(layout, buckets, |_| false)
+    }
+
+    /// The same, but for some buckets that are one chunk, which takes no buffers.
+    pub(crate) fn chunks_or_whole<'a, W: Fn(usize) -> bool + 'a>(
+        &self,
+        layout: &'a Layout,
+        buckets: &'a [usize],
+        is_whole: W,
+    ) -> impl Iterator<Item = Chunk> + use<'a, W> {
+        let cut = self.size.cut;
         buckets.iter().flat_map(move |&bucket| {
             let slot = layout.slot(bucket);
-            let step = cut.chunk(slot.moments);
+            let step = if is_whole(bucket) { slot.elements.max(1) } else { cut.chunk(slot.moments) };
             (0..slot.elements).step_by(step).map(move |first| Chunk {
                 bucket,
                 first,
@@ -198,21 +301,35 @@ impl Ring {
         pass: &mut P,
         log: &mut Log,
     ) -> Result<(), OptimError> {
-        let mut trip =
-            Trip { ring: self, layout, pass, log, reading: VecDeque::new(), writing: VecDeque::new() };
+        let (reading, begun, writing) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
+        let mut trip = Trip { ring: self, layout, pass, log, reading, begun, writing };
         let result = trip.drive(chunks);
-        let Trip { reading, writing, .. } = trip;
+        let Trip { reading, begun, writing, .. } = trip;
+        for begun in begun {
+            self.give_back(begun.land());
+        }
         for flight in reading.into_iter().chain(writing) {
             self.give_back(flight.land().0);
         }
-        result
+        let failed = self.accelerator().map_or(Ok(()), Accelerator::check);
+        result.and(failed)
+    }
+
+    /// Whether a set of buffers holds a chunk.
+    fn holds(&self, layout: &Layout, chunk: Chunk) -> bool {
+        layout.slot(chunk.bucket).padded(0, chunk.len) <= self.size.lengths[0]
+    }
+
+    /// Lends a set of buffers; [`give_back`](Ring::give_back) takes it.
+    pub(crate) fn lend(&mut self) -> Option<Buffers> {
+        self.free.pop()
     }
 
     /// Takes buffers back, unless their transfer lost one.
-    fn give_back(&mut self, mut buffers: Buffers) {
-        let lengths = self.lengths;
+    pub(crate) fn give_back(&mut self, mut buffers: Buffers) {
+        let lengths = self.size.lengths.map(|bytes| bytes.0 as usize);
         buffers.iter_mut().zip(lengths).for_each(|(buffer, length)| buffer.set_len(length));
-        if buffers.iter().zip(lengths).all(|(buffer, length)| buffer.len() == length) {
+        if buffers.iter().map(AlignedBuf::len).eq(lengths) {
             self.free.push(buffers);
         }
     }
@@ -225,6 +342,8 @@ struct Trip<'a, P> {
     pass: &'a mut P,
     log: &'a mut Log,
     reading: VecDeque<Flight>,
+    /// On the GPU.
+    begun: VecDeque<Begun>,
     writing: VecDeque<Flight>,
 }
 
@@ -239,7 +358,7 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
                         let file = slots.source();
                         self.launch(chunk, buffers, P::READS, |offset, buffer| file.read_at(offset, buffer))
                     }
-                    Home::Host(_) => {
+                    Home::Host(_) | Home::Hbm(_) => {
                         Flight { chunk, moving: Vec::new(), resting: Vec::new(), bytes: Bytes::ZERO }
                     }
                 };
@@ -247,15 +366,24 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
             }
             let Some(flight) = self.reading.pop_front() else { break };
             let chunk = flight.chunk;
-            let slots = match self.pass.home(chunk.bucket) {
-                Home::Nvme(slots) => slots,
-                Home::Host(memory) => {
-                    self.work(chunk, memory.part(&mut memory.lock(), chunk))?;
-                    continue;
+            let home = self.pass.home(chunk.bucket);
+            match home {
+                _ if self.pass.is_begun(home) => self.begin(flight, home)?,
+                Home::Nvme(slots) => {
+                    let buffers = self.land(flight, Lane::NvmeRead)?;
+                    self.work_in_ring(chunk, buffers, slots)?;
                 }
-            };
-            let buffers = self.land(flight, Lane::NvmeRead)?;
-            self.work_in_ring(chunk, buffers, slots)?;
+                Home::Host(memory) => self.work(chunk, memory.part(&mut memory.lock(), chunk))?,
+                Home::Hbm(there) => {
+                    let mut buffers = self.free_buffers()?;
+                    let result = self.work_beside(chunk, there, &mut buffers);
+                    self.ring.give_back(buffers);
+                    result?;
+                }
+            }
+        }
+        while !self.begun.is_empty() {
+            self.finish_oldest()?;
         }
         while let Some(flight) = self.writing.pop_front() {
             let buffers = self.land_write(flight)?;
@@ -264,9 +392,91 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
         Ok(())
     }
 
-    /// A free set of buffers, waiting for the oldest write where there is none. The ring holds one set more than are
-    /// read ahead, so when none is free a write is under way.
+    /// Sends a chunk to the GPU. What has come back is finished first, and the oldest one there where there are as many as it holds.
+    fn begin(&mut self, flight: Flight, home: &'b Home) -> Result<(), OptimError> {
+        let chunk = flight.chunk;
+        let buffers = match home {
+            Home::Nvme(_) => {
+                let mut buffers = self.land(flight, Lane::NvmeRead)?;
+                self.trim(chunk, &mut buffers);
+                buffers
+            }
+            Home::Hbm(_) if !self.ring.holds(self.layout, chunk) => Buffers::new(),
+            Home::Host(_) | Home::Hbm(_) => self.free_buffers()?,
+        };
+        while self.begun.len() >= accelerator::CHUNKS || self.begun.front().is_some_and(Begun::is_done) {
+            if let Err(error) = self.finish_oldest() {
+                self.ring.give_back(buffers);
+                return Err(error);
+            }
+        }
+        match self.pass.begin(chunk, home, buffers) {
+            Ok(begun) => self.begun.push_back(begun),
+            Err((buffers, error)) => {
+                self.ring.give_back(buffers);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Does what is left of the oldest chunk on the GPU, and starts to write it where it is at home on NVMe.
+    fn finish_oldest(&mut self) -> Result<(), OptimError> {
+        let Some(begun) = self.begun.pop_front() else { return Ok(()) };
+        let chunk = begun.chunk;
+        let mut buffers = begun.land();
+        if let Err(error) = self.ring.accelerator().map_or(Ok(()), Accelerator::check) {
+            self.ring.give_back(buffers);
+            return Err(error);
+        }
+        match self.pass.home(chunk.bucket) {
+            Home::Nvme(slots) => return self.work_in_ring(chunk, buffers, slots),
+            Home::Host(memory) => {
+                let result = self.work(chunk, memory.part(&mut memory.lock(), chunk));
+                self.ring.give_back(buffers);
+                result?;
+            }
+            Home::Hbm(_) => {
+                let bytes = self.layout.slot(chunk.bucket).bytes(0, chunk.len);
+                let main = buffers.first_mut().map_or(&mut [][..], |main| &mut main.as_mut_slice()[..bytes]);
+                let result = self.work(chunk, [main, &mut [], &mut []]);
+                self.ring.give_back(buffers);
+                result?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Works in the ring's buffers on a chunk that is at home on the GPU.
+    fn work_beside(
+        &mut self,
+        chunk: Chunk,
+        there: &Resident,
+        buffers: &mut Buffers,
+    ) -> Result<(), OptimError> {
+        let accelerator = self.ring.shared_accelerator().ok_or(OptimError::Suspended)?;
+        if P::READS > 0 {
+            accelerator.fetch(there, chunk, &mut buffers[..P::READS])?;
+        }
+        let shape = self.layout.slot(chunk.bucket);
+        if let [main, avg, sq, ..] = buffers.as_mut_slice() {
+            let [m, a, q] = [0, 1, 2].map(|section| shape.bytes(section, chunk.len));
+            let sections =
+                [&mut main.as_mut_slice()[..m], &mut avg.as_mut_slice()[..a], &mut sq.as_mut_slice()[..q]];
+            self.work(chunk, sections)?;
+        }
+        if P::WRITES > 0 {
+            accelerator.put(there, chunk, &mut buffers[..P::WRITES])?;
+        }
+        Ok(())
+    }
+
+    /// A free set of buffers, waiting for the oldest write where there is none, or for the oldest chunk on the GPU. The ring holds
+    /// one set more than are read ahead, so when none is free one of those is under way.
     fn free_buffers(&mut self) -> Result<Buffers, OptimError> {
+        while self.ring.free.is_empty() && self.writing.is_empty() && !self.begun.is_empty() {
+            self.finish_oldest()?;
+        }
         if let Some(buffers) = self.ring.free.pop() {
             return Ok(buffers);
         }
@@ -329,15 +539,21 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
         }
     }
 
-    /// Works on a chunk in the ring's buffers, and starts to write it.
-    fn work_in_ring(&mut self, chunk: Chunk, mut buffers: Buffers, slots: &Slots) -> Result<(), OptimError> {
+    /// Gives the buffers of a chunk's sections its lengths, with zeros behind its bytes.
+    fn trim(&self, chunk: Chunk, buffers: &mut Buffers) {
         let shape = self.layout.slot(chunk.bucket);
-        for (section, buffer) in buffers.iter_mut().enumerate() {
+        for (section, buffer) in buffers.iter_mut().enumerate().take(SECTIONS.len()) {
             buffer.set_len(shape.padded(section, chunk.len).0 as usize);
             buffer.as_mut_slice()[shape.bytes(section, chunk.len)..].fill(0);
         }
+    }
+
+    /// Works on a chunk in the ring's buffers, and starts to write it.
+    fn work_in_ring(&mut self, chunk: Chunk, mut buffers: Buffers, slots: &Slots) -> Result<(), OptimError> {
+        let shape = self.layout.slot(chunk.bucket);
+        self.trim(chunk, &mut buffers);
         let result = match buffers.as_mut_slice() {
-            [main, avg, sq] => {
+            [main, avg, sq, ..] => {
                 let [m, a, q] = [0, 1, 2].map(|section| shape.bytes(section, chunk.len));
                 let sections = [
                     &mut main.as_mut_slice()[..m],
@@ -365,9 +581,4 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
         self.log.span(Lane::Optimizer, name, started, Instant::now(), Bytes::ZERO);
         Ok(())
     }
-}
-
-/// Memory of the ring that these options ask for.
-pub(crate) fn ring_bytes(layout: &Layout, options: &AdamOptions) -> Bytes {
-    Cut::new(options).buffers(layout).into_iter().sum::<Bytes>() * options.depth as u64
 }

@@ -103,7 +103,7 @@ impl NvmeAdam {
         })
     }
 
-    /// What a generation takes that is not linked: its manifest, and the slots of what is at home in RAM.
+    /// What a generation takes that is not linked: its manifest, and the slots of what is at home in memory.
     fn new_bytes(&self) -> Bytes {
         let manifest = manifest::encode(&self.id, &self.layout, &self.record).len();
         let homes = self.buckets.iter().zip(self.layout.slots());
@@ -112,7 +112,7 @@ impl NvmeAdam {
         Bytes(manifest as u64).align_up(PAGE) + written.sum::<Bytes>()
     }
 
-    /// Links the slots into the folder of a generation, and writes those of what is at home in RAM. The record that names them.
+    /// Links the slots into the folder of a generation, and writes those of what is at home in memory. The record that names them.
     fn fill(&self, folder: &DurableDir) -> Result<Record, OptimError> {
         let mut record = Record { standing: Standing::Committed, ..self.record.clone() };
         for (index, bucket) in self.buckets.iter().enumerate() {
@@ -121,11 +121,11 @@ impl NvmeAdam {
                     let name = slot::file_name(index, slots.number);
                     folder.link(&self.dir.path().join(&name), &name)?;
                 }
-                Home::Host(memory) => {
+                home => {
                     let (slot, shape, generation) = (0, self.layout.slot(index), self.record.sequence);
                     let identity = Identity { id: self.id, bucket: index, generation };
                     let file = folder.create_file(&slot::file_name(index, slot), shape.file_bytes())?;
-                    let table = memory.write(&file, identity)?;
+                    let table = home.write(&file, identity, &self.ring)?;
                     let (head, head_crc) = SlotHead { identity, slot, shape, table }.encode();
                     write_bytes(&file, 0, &head)?;
                     record.buckets[index] = Committed { slot, generation, head_crc };

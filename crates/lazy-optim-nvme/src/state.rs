@@ -3,19 +3,19 @@
 use std::path::Path;
 use std::time::Instant;
 
-use lazy_model::Bytes;
+use lazy_model::{Bytes, Tier};
 use lazy_store::NvmeMode;
 use lazy_store::durable::{DurableDir, DurableFile};
 
 use crate::files::write_bytes;
-use crate::home::{self, Bucket, Home};
+use crate::home::{self, Bucket, Home, Homes};
 use crate::layout::{Layout, Segment, StoreId, layout_file_bytes};
 use crate::moments::Moment;
 use crate::record::{self, Record, Standing};
-use crate::ring::{self, Chunk, Log, Pass, Ring, Sections};
+use crate::ring::{Chunk, Log, Pass, Ring, RingSize, Sections};
 use crate::seal::Sealer;
 use crate::slot::{self, BLOCK, Identity, SECTIONS, SlotHead, SlotShape};
-use crate::{AdamOptions, Durability, OptimError, ParamSpec, StatePart};
+use crate::{AdamOptions, Durability, OptimError, ParamSpec, StatePart, UpdateChoice};
 
 /// Adam and AdamW with main weights and moments in slot files. See the [crate] page.
 pub struct NvmeAdam {
@@ -98,6 +98,11 @@ impl NvmeAdam {
         self.buckets.len()
     }
 
+    /// Where updates of state at home in RAM and on NVMe are computed, and what was measured to choose that.
+    pub fn update_on(&self) -> UpdateChoice {
+        self.ring.choice()
+    }
+
     /// How the files are read and written: asked for and obtained.
     pub fn mode(&self) -> &NvmeMode {
         self.dir.mode()
@@ -110,10 +115,32 @@ impl NvmeAdam {
     }
 
     /// Memory of the chunk ring: depth x three sections of a chunk, whatever the size of the model; with
-    /// [`AdamOptions::host`], that of the state in RAM as well.
+    /// [`AdamOptions::host`], that of the state in RAM as well. Beside a GPU ([`AdamOptions::device`]) all of it is pinned, and the
+    /// ring has two chunks more, room for each one's gradients, and one buffer of such room or of eight bytes for every 65,536
+    /// elements, whichever is more.
     pub fn memory_bytes(params: &[ParamSpec], options: &AdamOptions) -> Result<Bytes, OptimError> {
         let layout = Layout::new(params, options.bucket_elements)?;
-        Ok(ring::ring_bytes(&layout, options) + home::in_memory(&layout, options).1)
+        Ok(RingSize::new(&layout, options).bytes() + Homes::new(&layout, options).host)
+    }
+
+    /// Memory taken of the GPU ([`AdamOptions::device`]): three chunks and their gradients, whatever the size of the model, eight
+    /// bytes for every 65,536 elements, and the state at home there ([`AdamOptions::hbm`]). With [`UpdateOn::Cpu`] the gradients of
+    /// three chunks only.
+    ///
+    /// [`UpdateOn::Cpu`]: crate::UpdateOn::Cpu
+    pub fn device_bytes(params: &[ParamSpec], options: &AdamOptions) -> Result<Bytes, OptimError> {
+        let layout = Layout::new(params, options.bucket_elements)?;
+        Ok(RingSize::new(&layout, options).device_bytes())
+    }
+
+    /// Memory that is taken.
+    #[cfg(test)]
+    pub(crate) fn ring_bytes(&self) -> Bytes {
+        let memory = self.buckets.iter().map(|bucket| match &bucket.home {
+            Home::Host(memory) => memory.lock().iter().map(|buffer| Bytes(buffer.len() as u64)).sum(),
+            _ => Bytes::ZERO,
+        });
+        self.ring.taken() + memory.sum()
     }
 
     /// Refuses to go on without memory, and after an earlier failure that `blocks`.
@@ -274,9 +301,10 @@ impl<const N: usize> ReadState<'_, N> {
 
 /// Size of all files of a store.
 pub(crate) fn bytes_on_disk(layout: &Layout, options: &AdamOptions) -> Bytes {
-    let on_disk = layout.slots().skip(home::in_memory(layout, options).0);
+    let homes = Homes::new(layout, options).tiers;
+    let on_disk = layout.slots().zip(homes).filter(|(_, tier)| *tier == Tier::Nvme);
     let count = home::slot_count(options.durability) as u64;
-    let slots: Bytes = on_disk.map(|slot| slot.file_bytes() * count).sum();
+    let slots: Bytes = on_disk.map(|(slot, _)| slot.file_bytes() * count).sum();
     slots + layout_file_bytes(layout.encode(&[0; 16]).0.len()) + record::page_bytes(layout) * 2
 }
 

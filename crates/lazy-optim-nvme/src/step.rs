@@ -3,16 +3,14 @@
 use std::time::Instant;
 
 use lazy_model::{Bytes, Lane, Seconds};
-use rayon::prelude::*;
 
-use crate::adam::{BlockMut, Gradient, Rule, WeightsOut, update_block};
-use crate::home::Home;
-use crate::layout::Segment;
+use crate::adam::{Gradient, Rule, WeightsOut};
+use crate::device::DeviceSlice;
 use crate::norm::{self, NormPart};
 use crate::record::Record;
-use crate::ring::{Chunk, Log, Pass, Ring, Sections};
-use crate::slot::{BLOCK, BlockSums, SECTIONS};
+use crate::ring::{Log, Ring};
 use crate::transaction::Writing;
+use crate::update::{Out, UpdatePass};
 use crate::{GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
 
 impl NvmeAdam {
@@ -47,7 +45,8 @@ impl NvmeAdam {
     }
 
     /// The parts of the gradients' norm, for ranks that hold shards: their union, combined with
-    /// [`combine_norm`](crate::combine_norm), is every rank's [`StepInput::grad_norm`].
+    /// [`combine_norm`](crate::combine_norm), is every rank's [`StepInput::grad_norm`]. Gradients in device memory are final by then:
+    /// no stream is waited for.
     pub fn norm_parts(
         &self,
         grads: &[Option<Gradient<'_>>],
@@ -55,11 +54,20 @@ impl NvmeAdam {
     ) -> Result<Vec<NormPart>, OptimError> {
         self.check_grads(grads)?;
         check_scale(scale)?;
-        Ok(self.parts(grads, scale))
+        self.parts(grads, scale)
     }
 
-    fn parts(&self, grads: &[Option<Gradient<'_>>], scale: f64) -> Vec<NormPart> {
-        norm::parts(grads.iter().enumerate().map(|(param, grad)| (*grad, self.layout.first(param))), scale)
+    fn parts(&self, grads: &[Option<Gradient<'_>>], scale: f64) -> Result<Vec<NormPart>, OptimError> {
+        let grads = || grads.iter().enumerate().map(|(param, grad)| (param, *grad, self.layout.first(param)));
+        let in_ram = grads().map(|(_, grad, first)| (grad.filter(|grad| grad.on_device().is_none()), first));
+        let mut parts = norm::parts(in_ram, scale);
+        let on_device: Vec<(usize, DeviceSlice, usize)> =
+            grads().filter_map(|(param, grad, first)| Some((param, grad?.on_device()?, first))).collect();
+        if !on_device.is_empty() {
+            let accelerator = self.ring.accelerator().ok_or(OptimError::Suspended)?;
+            parts.extend(accelerator.norm_parts(on_device, scale)?);
+        }
+        Ok(parts)
     }
 
     fn run(
@@ -72,7 +80,15 @@ impl NvmeAdam {
         self.check_latch(|_| true)?;
         self.check_input(grads, input)?;
         let mut log = Log::new(input.origin.unwrap_or(started));
-        let grad_norm = input.grad_norm.unwrap_or_else(|| norm::combine_norm(self.parts(grads, input.scale)));
+        let accelerator = self.ring.shared_accelerator();
+        let begun = accelerator.as_ref().map(|accelerator| accelerator.start());
+        if let (Some(accelerator), Some(stream)) = (&accelerator, input.stream) {
+            accelerator.wait_for(stream)?;
+        }
+        let grad_norm = match input.grad_norm {
+            Some(norm) => norm,
+            None => norm::combine_norm(self.parts(grads, input.scale)?),
+        };
         let clip_coefficient = norm::clip_coefficient(grad_norm, input.max_norm);
         let mut outcome = StepOutcome { grad_norm, clip_coefficient, ..StepOutcome::default() };
         let normed = Instant::now();
@@ -84,6 +100,10 @@ impl NvmeAdam {
         } else {
             outcome.skipped = true;
             outcome.warning = Some(format!("the gradient norm is {grad_norm}; the step was skipped"));
+        }
+        if let (Some(accelerator), Some(begun)) = (accelerator, begun) {
+            let offset = log.since(begun);
+            log.spans.extend(accelerator.spans(offset));
         }
         (outcome.bytes_read, outcome.bytes_written, outcome.spans) = (log.read, log.written, log.spans);
         Ok(outcome)
@@ -114,9 +134,11 @@ impl NvmeAdam {
             let rules = params.map(|((param, count), grad)| {
                 grad.map(|_| Rule::new(&input.groups[param.group], count + 1, input.scale, clip))
             });
-            let mut pass = UpdatePass { update: Update { writing, grads, rules: rules.collect() }, out };
-            let passed = ring.run(layout, ring.chunks(layout, &touched), &mut pass, log);
-            (passed, pass.update.writing.end())
+            let mut pass = UpdatePass::new(writing, grads, rules.collect(), out, ring);
+            let whole: Vec<bool> = (0..layout.bucket_count()).map(|bucket| pass.is_whole(bucket)).collect();
+            let chunks = ring.chunks_or_whole(layout, &touched, |bucket| whole[bucket]);
+            let passed = ring.run(layout, chunks, &mut pass, log);
+            (passed, pass.end())
         };
         self.transact(&touched, log, &mut outcome.seconds, pass, |layout, record| Record {
             step_counts: record
@@ -141,6 +163,28 @@ impl NvmeAdam {
             if grad.is_some() && wanted != found {
                 return Err(OptimError::GradLength { name: params[index].name.clone(), wanted, found });
             }
+            if let Some(slice) = grad.and_then(Gradient::on_device) {
+                self.check_slice("the gradient", index, slice)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses device memory that cannot be used.
+    fn check_slice(&self, what: &str, param: usize, slice: DeviceSlice) -> Result<(), OptimError> {
+        let (name, address) = (&self.layout.params()[param].name, slice.address());
+        if self.ring.accelerator().is_none() && !self.ring.is_given_up() {
+            let what = format!(
+                "{what} of {name} is in device memory; open the store with that GPU (AdamOptions::device)"
+            );
+            return Err(OptimError::Option { what });
+        }
+        if !address.is_multiple_of(slice.size() as u64) {
+            let size = slice.size();
+            let what = format!(
+                "{what} of {name} is at device address {address:#x}; give a multiple of {size} bytes"
+            );
+            return Err(OptimError::Option { what });
         }
         Ok(())
     }
@@ -161,6 +205,9 @@ impl NvmeAdam {
                 return refused(format!(
                     "the room for the weights of {name} has {found} elements, it has {wanted}"
                 ));
+            }
+            if let Some(WeightsOut::Device(slice)) = weights {
+                self.check_slice("the room for the weights", index, *slice)?;
             }
         }
         Ok(())
@@ -221,115 +268,4 @@ fn stalled(grads: &[Option<Gradient<'_>>], input: &StepInput<'_>, norm: f64, cli
 
 pub(crate) fn elapsed(from: Instant, to: Instant) -> Seconds {
     Seconds(to.saturating_duration_since(from).as_secs_f64())
-}
-
-/// The update of one step.
-struct Update<'a> {
-    writing: Writing<'a>,
-    grads: &'a [Option<Gradient<'a>>],
-    /// By parameter; `None` where there is no gradient.
-    rules: Vec<Option<Rule>>,
-}
-
-/// Where updated weights go.
-enum Out<'a, 'w> {
-    /// To the caller, chunk by chunk.
-    Each(&'a mut dyn FnMut(usize, usize, &[f32])),
-    /// Into what is left of each parameter's room.
-    Into(Vec<Option<WeightsOut<'w>>>),
-}
-
-impl<'w> Out<'_, 'w> {
-    /// The room of the next `n` elements of a parameter.
-    fn take(&mut self, param: usize, n: usize) -> Option<WeightsOut<'w>> {
-        match self {
-            Out::Each(_) => None,
-            Out::Into(rooms) => rooms[param].as_mut().map(|room| room.split_off(n)),
-        }
-    }
-}
-
-/// A block on its way, and what is to be done to it.
-struct Block<'a, 'w> {
-    bucket: usize,
-    block: usize,
-    sections: Sections<'a>,
-    /// The parts of parameters with a gradient, and where their weights go.
-    parts: Vec<(Segment, Option<WeightsOut<'w>>)>,
-}
-
-/// The update as a trip through the ring.
-struct UpdatePass<'a, 'o, 'w> {
-    update: Update<'a>,
-    out: Out<'o, 'w>,
-}
-
-impl<'b> Pass<'b> for UpdatePass<'b, '_, '_> {
-    const READS: usize = SECTIONS.len();
-    const WRITES: usize = SECTIONS.len();
-    const NAME: &'static str = "update";
-
-    fn home(&self, bucket: usize) -> &'b Home {
-        self.update.writing.home(bucket)
-    }
-
-    fn written(&mut self, bucket: usize) {
-        self.update.writing.bucket_written(bucket);
-    }
-
-    fn work(&mut self, chunk: Chunk, [main, avg, sq]: Sections<'_>) -> Result<(), OptimError> {
-        let (update, out, bucket) = (&self.update, &mut self.out, chunk.bucket);
-        let layout = update.writing.layout;
-        let bytes = layout.slot(bucket).moments.block_bytes();
-        let start = layout.bucket(bucket).start + chunk.first;
-        let sections = main.chunks_mut(BLOCK * 4).zip(avg.chunks_mut(bytes)).zip(sq.chunks_mut(bytes));
-        let blocks: Vec<Block<'_, '_>> = sections
-            .enumerate()
-            .map(|(i, ((main, avg), sq))| {
-                let first = start + i * BLOCK;
-                let segments = layout.segments(first..first + main.len() / 4);
-                let moving = segments.filter(|segment| update.grads[segment.param].is_some());
-                let parts = moving.map(|segment| {
-                    let room = out.take(segment.param, segment.local.len());
-                    (segment, room)
-                });
-                let parts = parts.collect();
-                Block { bucket, block: chunk.first / BLOCK + i, sections: [main, avg, sq], parts }
-            })
-            .collect();
-        let sums: Vec<Result<Option<BlockSums>, OptimError>> =
-            blocks.into_par_iter().map(|block| update.block(block)).collect();
-        for sums in sums {
-            self.update.writing.note(bucket, sums?);
-        }
-        if let Out::Each(weights) = &mut self.out {
-            let main: &[f32] = bytemuck::cast_slice(main);
-            for segment in layout.segments(start..start + chunk.len) {
-                if self.update.grads[segment.param].is_some() {
-                    weights(segment.param, segment.first, &main[segment.local]);
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Update<'_> {
-    /// Checks one block, updates it, and returns its new checksums, all while it is in the core's cache. There are none in RAM.
-    fn block(
-        &self,
-        Block { bucket, block, sections, parts }: Block<'_, '_>,
-    ) -> Result<Option<BlockSums>, OptimError> {
-        let [main, avg, sq] = sections;
-        self.writing.check(bucket, block, [main, avg, sq])?;
-        let moments = self.writing.layout.slot(bucket).moments;
-        for (Segment { param, first, local }, room) in parts {
-            if let (Some(grad), Some(rule)) = (self.grads[param], &self.rules[param]) {
-                let grad = grad.slice(first..first + local.len());
-                let block = BlockMut { moments, main: bytemuck::cast_slice_mut(main), avg, sq };
-                update_block(rule, block, local, grad, room);
-            }
-        }
-        Ok(self.writing.sums(bucket, block, [main, avg, sq]))
-    }
 }

@@ -1,11 +1,16 @@
 //! Aligned buffers that move into an I/O operation and come back with its result.
+//!
+//! One of the few modules with `unsafe`: a device pins memory by its address.
 
 use std::fmt;
+use std::sync::Arc;
 
 use lazy_model::Bytes;
 use memmap2::{Advice, MmapMut};
 
+use crate::device::Pin;
 use crate::error::StoreError;
+use crate::store::Store;
 
 /// Addresses are multiples of this: the coarsest granularity of direct files that is tried.
 pub(crate) const ADDRESS: usize = 1 << 16;
@@ -21,6 +26,8 @@ const LARGE_PAGE: usize = 2 << 20;
 /// Zeroed memory at an address that suits any file. Its length suits the files it was made for: a multiple of their
 /// alignment.
 pub struct AlignedBuf {
+    /// Goes before the memory does.
+    pin: Option<Pin>,
     /// Longer by its alignment. Absent where the length is zero.
     map: Option<MmapMut>,
     /// Where the bytes begin in it.
@@ -51,12 +58,41 @@ impl AlignedBuf {
             let _ = map.advise(Advice::HugePage);
         }
         let start = map.as_ptr().addr().next_multiple_of(alignment) - map.as_ptr().addr();
-        Ok(AlignedBuf { map: Some(map), start, most: bytes, len: bytes })
+        Ok(AlignedBuf { pin: None, map: Some(map), start, most: bytes, len: bytes })
     }
 
     /// No bytes.
     pub(crate) fn none() -> Self {
-        AlignedBuf { map: None, start: 0, most: 0, len: 0 }
+        AlignedBuf { pin: None, map: None, start: 0, most: 0, len: 0 }
+    }
+
+    /// Takes all its pages from the system and pins them for the copies of a store's device, for as long as the buffer lives. It
+    /// is not charged to a budget. On the host device nothing is to be done.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Pin`] and [`StoreError::Memory`] where the system does not allow it.
+    pub fn pin(&mut self, store: &Store) -> Result<(), StoreError> {
+        let (Some(device), Some(map)) = (&store.inner().device, &mut self.map) else { return Ok(()) };
+        let refused =
+            |source| StoreError::Memory { what: "an I/O buffer", bytes: Bytes(self.most as u64), source };
+        // Taken now: a lack of memory is an error here and not the end of the process later. Systems that do not know this
+        // take the pages while they pin them.
+        match map.advise(Advice::PopulateWrite) {
+            Err(e) if e.kind() != std::io::ErrorKind::InvalidInput => return Err(refused(e)),
+            _ => {}
+        }
+        device.bind().map_err(StoreError::of_device)?;
+        let start = map.as_mut_ptr().wrapping_add(self.start);
+        // SAFETY: the pin is dropped before the mapping, which never moves: fields are dropped in their order.
+        let pin = unsafe { Arc::clone(device).pin(start, self.most) };
+        self.pin = Some(pin.map_err(StoreError::of_device)?);
+        Ok(())
+    }
+
+    /// Where its first byte lies, for copies of a device.
+    pub fn address(&mut self) -> u64 {
+        self.as_mut_slice().as_mut_ptr().expose_provenance() as u64
     }
 
     /// Shortens the buffer to its first `len` bytes, or lengthens it again, up to what it was made with: the last transfer

@@ -348,6 +348,10 @@ impl Lanes {
         }
     }
 
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
     /// Once idle: the latched failure, and which tasks did not run because of it.
     pub(crate) fn take_failure(&mut self) -> Option<(StoreError, Voided)> {
         let failure = self.failure.take()?;

@@ -11,7 +11,7 @@ use lazy_model::Bytes;
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
 use crate::device::{Device, Pin, Stream};
-use crate::error::StoreError;
+use crate::error::{BoxError, StoreError};
 use crate::io::Window;
 
 /// Page-aligned anonymous memory. Pages are taken from the system as they are touched.
@@ -178,6 +178,7 @@ impl<'a> Access<'a> {
 ///
 /// Indices out of range panic, like those of a slice; the store turns a panic of a task into an error that names it.
 pub struct StreamAccess<'a> {
+    pub(crate) device: &'a dyn Device,
     pub(crate) stream: Stream,
     pub(crate) reads: &'a [View],
     pub(crate) writes: &'a [View],
@@ -196,6 +197,22 @@ impl StreamAccess<'_> {
     /// The stream to put the work on. Work put elsewhere is not ordered by the store.
     pub fn stream(&self) -> Stream {
         self.stream
+    }
+
+    /// Puts a copy on the stream, between addresses of the device, of host memory, or of one each. With host memory that is not
+    /// [pinned](crate::durable::AlignedBuf::pin) the call may wait for it.
+    ///
+    /// # Errors
+    ///
+    /// The driver's.
+    ///
+    /// # Safety
+    ///
+    /// Both ranges stay valid until the task has completed, and nobody uses them meanwhile against the order of the store.
+    pub unsafe fn copy(&self, from: u64, to: u64, bytes: Bytes) -> Result<(), BoxError> {
+        let pointer = |address: u64| std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+        // SAFETY: by this function's contract.
+        unsafe { self.device.copy(self.stream, pointer(from), pointer(to), bytes.get() as usize) }
     }
 
     /// The extents among the reads, in their order. Empty where the task also writes that extent.

@@ -243,6 +243,11 @@ impl Store {
         Err(failure)
     }
 
+    /// Whether a task has failed since [`Store::synchronize`] was called last.
+    pub fn has_failed(&self) -> bool {
+        self.inner().lock().lanes.has_failed()
+    }
+
     /// Begins a step: sets the time origin of spans, drops those not taken, and measures every tier's
     /// [`peak`](Store::peak) and [`high_water`](Store::high_water) from what is live.
     /// Spans are recorded from the first call on; of those that nobody takes, the last million or so are kept.

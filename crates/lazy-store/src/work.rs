@@ -86,18 +86,18 @@ impl Views {
     }
 
     /// The places, for a task that puts work on a stream, behind the poisoning of what it writes first.
-    pub(crate) fn on_stream(
-        &self,
-        device: &dyn Device,
+    pub(crate) fn on_stream<'a>(
+        &'a self,
+        device: &'a dyn Device,
         stream: Stream,
-    ) -> Result<StreamAccess<'_>, BoxError> {
+    ) -> Result<StreamAccess<'a>, BoxError> {
         for &i in &self.fresh {
             let view = self.writes[i];
             // SAFETY: the waits derived from the hazards hold back this stream until earlier users of these bytes are
             // done; extents that are live at once do not overlap.
             unsafe { device.fill(stream, view.start(), view.len(), POISON) }?;
         }
-        Ok(StreamAccess { stream, reads: &self.reads, writes: &self.writes })
+        Ok(StreamAccess { device, stream, reads: &self.reads, writes: &self.writes })
     }
 }
 

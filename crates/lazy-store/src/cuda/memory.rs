@@ -120,6 +120,22 @@ impl Store {
         mark.map_or(Ok(()), |mark| device.wait(stream, &mark)).map_err(StoreError::of_device)
     }
 
+    /// Waits until what is on a caller's stream now is done.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Device`] without a GPU and for a stream that cannot be waited for, [`StoreError::Cuda`], also where work on
+    /// the stream failed.
+    pub fn wait_for(&self, stream: Stream) -> Result<(), StoreError> {
+        let device = self.device("wait for a stream")?;
+        let waited = || {
+            device.bind()?;
+            device.check_stream(stream)?;
+            device.synchronize(&Arc::clone(device).mark(stream)?)
+        };
+        waited().map_err(StoreError::of_device)
+    }
+
     /// Queues a copy of a slice to `dst`. Its memory is given back once the copy is done.
     ///
     /// # Errors

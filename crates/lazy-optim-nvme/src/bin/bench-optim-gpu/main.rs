@@ -1,17 +1,26 @@
 //! `cargo xtask bench optim-gpu`: the update on a GPU beside a copy in its memory and PyTorch's fused AdamW.
 //!
 //! Rows of one table are measured in turn, round by round. `--pairs N` says how often (7, and no less); `--python PYTHON` starts
-//! `bench-optim/torch.py`.
+//! `bench-optim/torch.py`. `--dir FOLDER` is where whole steps are measured, beside fio: it takes 6 GB there for some minutes.
 
+#[path = "../../../../lazy-store/src/bin/bench-store/fio.rs"]
+mod fio;
 #[path = "../bench-optim/flags.rs"]
 mod flags;
 #[path = "../../../../lazy-store/src/bin/bench-store-gpu/program.rs"]
 mod program;
 #[path = "../../../../lazy-store/src/bin/bench-store/rows.rs"]
 mod rows;
+#[path = "../../../../lazy-store/src/bin/bench-store/side.rs"]
+#[allow(dead_code, reason = "shared with benchmarks that compare more")]
+mod side;
 #[path = "../../../../lazy-store/src/bin/bench-store/stats.rs"]
 #[allow(dead_code, reason = "shared with benchmarks that have goals of both kinds")]
 mod stats;
+mod steps;
+#[path = "../bench-optim/stream.rs"]
+#[allow(dead_code, reason = "shared with the benchmark without a GPU")]
+mod stream;
 
 use std::io::Write as _;
 use std::path::Path;
@@ -29,6 +38,9 @@ use crate::flags::Flags;
 use crate::program::Program;
 use crate::rows::{Figures, alone, compared};
 use crate::stats::Goal;
+
+/// What the parts shared with other benchmarks fail with.
+type Outcome<T> = Result<T, String>;
 
 /// Elements of the parameter: one bucket of the default size.
 const ELEMENTS: usize = 200_000_000;
@@ -198,6 +210,7 @@ fn measure() -> Result<Vec<Value>, BoxError> {
     float32(&kernels, &flags, &mut rows)?;
     mixed(&kernels, &flags, &mut rows)?;
     sums(&kernels, &flags, &mut rows)?;
+    rows.extend(steps::rows(flags.pairs, &flags.dir, flags.python.as_deref().map(torch).transpose()?)?);
     Ok(rows)
 }
 

@@ -18,19 +18,19 @@ use crate::side::{Side as _, Transfer};
 use crate::stats::Goal;
 
 /// Elements of the state: with float32 moments 5.3 times the RAM of the default ring.
-const ELEMENTS: usize = 64 << 20;
+pub(crate) const ELEMENTS: usize = 64 << 20;
 /// Buckets it is cut into.
-const BUCKETS: usize = 8;
+pub(crate) const BUCKETS: usize = 8;
 
 /// Blocks and depths that fio is tried with.
 const BLOCKS: [u64; 2] = [1 << 20, 4 << 20];
 const DEPTHS: [u32; 4] = [1, 4, 16, 32];
 
 /// A folder that goes when it is dropped.
-struct Folder(PathBuf);
+pub(crate) struct Folder(pub(crate) PathBuf);
 
 impl Folder {
-    fn make(dir: &Path) -> Result<Folder, BoxError> {
+    pub(crate) fn make(dir: &Path) -> Result<Folder, BoxError> {
         // fio is started elsewhere.
         let dir = fs::canonicalize(dir).map_err(|error| format!("--dir {}: {error}", dir.display()))?;
         let folder = dir.join(format!("bench-optim-{}", std::process::id()));
@@ -134,7 +134,7 @@ fn beside_fio(pairs: usize, folder: &Folder) -> Result<Vec<Value>, BoxError> {
 
 /// fio on a file of its own, with the setting that it moves `bytes` fastest with, half of them in each direction; none where it is
 /// not installed.
-fn fastest_fio(folder: &Folder, bytes: u64) -> Result<Option<Fio>, BoxError> {
+pub(crate) fn fastest_fio(folder: &Folder, bytes: u64) -> Result<Option<Fio>, BoxError> {
     if fio::version().is_none() {
         eprintln!("bench optim: fio is not installed, so whole steps have nothing to be held against");
         return Ok(None);

@@ -11,6 +11,7 @@ mod data;
 mod random;
 #[path = "../../../../lazy-store/src/bin/test-store-gpu/runner.rs"]
 mod runner;
+mod steps;
 mod tests;
 
 use std::process::ExitCode;

@@ -7,6 +7,7 @@ use lazy_store::BoxError;
 use crate::cases::{Case, RECORDED, Recording, SIZES, STEPS};
 use crate::random::Random;
 use crate::runner::Test;
+use crate::steps;
 
 pub(crate) const ALL: &[(&str, Test<Kernels>)] = &[
     ("every format, gradient, weight and cut has the bits of the CPU", updates),
@@ -14,6 +15,9 @@ pub(crate) const ALL: &[(&str, Test<Kernels>)] = &[
     ("what overflows is what overflows on the CPU", overflows),
     ("partial sums of squares have the bits of the CPU", sums),
     ("the nine recorded runs of PyTorch", golden),
+    ("whole steps from every home have the bits of the processor", steps::homes),
+    ("what is saved from any home goes on in any other", steps::resumed),
+    ("the nine recorded runs through whole steps", steps::golden),
 ];
 
 const FORMATS: [Moments; 3] = [Moments::F32, Moments::Bf16, Moments::Int8];
@@ -249,7 +253,7 @@ fn sums(kernels: &Kernels) -> Result<String, BoxError> {
     Ok(format!("{count} sums"))
 }
 
-const RUNS: [(&str, &[u8]); 9] = [
+pub(crate) const RUNS: [(&str, &[u8]); 9] = [
     ("adamw", include_bytes!("../../../tests/data/adamw.safetensors")),
     ("adam_l2", include_bytes!("../../../tests/data/adam_l2.safetensors")),
     ("adamw_groups", include_bytes!("../../../tests/data/adamw_groups.safetensors")),
