@@ -1,6 +1,6 @@
 //! The optimizer's tests on a GPU: one program that needs nothing but the driver and NVRTC, to be run where a GPU is.
 //!
-//! `test-optim-gpu` prints a line for each test and a count, and fails where one fails.
+//! `test-optim-gpu [WORD]` prints a line for each test whose name contains the word, and a count, and fails where one fails.
 
 #![allow(clippy::print_stdout, reason = "prints the results of its tests")]
 
@@ -38,5 +38,6 @@ fn main() -> ExitCode {
     };
     println!("{gpu:?}, compute capability {:?}", gpu.capability());
     println!("kernels in {:.2} s", start.elapsed().as_secs_f64());
-    runner::run(&kernels, tests::ALL)
+    let word = std::env::args().nth(1).unwrap_or_default();
+    runner::run(&kernels, tests::ALL.iter().filter(|(name, _)| name.contains(&word)))
 }

@@ -71,6 +71,8 @@ enum Where {
     Shown,
 }
 
+const PLACES: [Where; 4] = [Where::Device, Where::Mixed, Where::Ram, Where::Shown];
+
 impl Where {
     fn on_device(self, i: usize) -> bool {
         match self {
@@ -238,8 +240,10 @@ pub(crate) fn homes(kernels: &Kernels) -> Result<String, BoxError> {
     let shown = wanted.0.iter().map(|[main, ..]| main.clone()).collect::<Vec<_>>();
     let mut count = 0;
     for update in [UpdateOn::Cuda, UpdateOn::Cpu, UpdateOn::Auto] {
-        for budgets in BUDGETS {
-            for place in [Where::Ram, Where::Mixed, Where::Device, Where::Shown] {
+        // What is chosen is one of the others.
+        let (budgets, places) = if update == UpdateOn::Auto { (1, 1) } else { (BUDGETS.len(), PLACES.len()) };
+        for budgets in BUDGETS.into_iter().take(budgets) {
+            for place in PLACES.into_iter().take(places) {
                 let found = trace(kernels, &format!("{count}"), &options(Some(update), budgets), place);
                 let found = found.map_err(|error| format!("{update:?}, {budgets:?}, {place:?}: {error}"))?;
                 let weights = if place == Where::Shown { &shown } else { &wanted.1 };
@@ -268,7 +272,7 @@ pub(crate) fn resumed(kernels: &Kernels) -> Result<String, BoxError> {
         run.state()?
     };
     let mut count = 0;
-    for from in BUDGETS {
+    for (j, from) in BUDGETS.into_iter().enumerate() {
         let folder = Folder::make("from")?;
         let mut run =
             Run::create(&kernels.stream, &folder.0.join("a"), &options(Some(UpdateOn::Cuda), from))?;
@@ -288,7 +292,8 @@ pub(crate) fn resumed(kernels: &Kernels) -> Result<String, BoxError> {
         drop(run);
         for (i, to) in BUDGETS.into_iter().enumerate() {
             for update in [None, Some(UpdateOn::Cuda)] {
-                if update.is_none() && to[0] > 0 {
+                // Every second pair, each home among them.
+                if update.is_none() && to[0] > 0 || (i + j) % 2 == 1 {
                     continue;
                 }
                 let (source, dir) =
