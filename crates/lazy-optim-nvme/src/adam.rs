@@ -164,6 +164,15 @@ impl<'a> WeightsOut<'a> {
         }
     }
 
+    /// A part of it.
+    pub(crate) fn part(&mut self, range: Range<usize>) -> WeightsOut<'_> {
+        match self {
+            WeightsOut::F32(weights) => WeightsOut::F32(&mut weights[range]),
+            WeightsOut::Bf16(weights) => WeightsOut::Bf16(&mut weights[range]),
+            WeightsOut::Device(weights) => WeightsOut::Device(weights.slice(range)),
+        }
+    }
+
     /// Takes the first `n` elements away; gives them.
     pub(crate) fn split_off(&mut self, n: usize) -> WeightsOut<'a> {
         match self {

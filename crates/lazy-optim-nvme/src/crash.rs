@@ -5,7 +5,7 @@ use std::path::Path;
 use lazy_store::durable::{DurableDir, IoOptions};
 use lazy_store::fault::{Fault, Faults, Operation};
 
-use crate::common::{State, blob, cut, files, init, params, restore, state, take_step};
+use crate::common::{State, blob, cut, files, init, params, restore, state, take_awaited_step, take_step};
 use crate::{AdamOptions, NvmeAdam, OptimError, ParamSpec};
 
 /// Three buckets, the first two of two chunks.
@@ -122,11 +122,14 @@ fn a_power_cut_anywhere_in_a_step_leaves_the_state_before_or_after() {
     let mut seen = Vec::new();
     // Each once, and many tears of the new record.
     let cuts = (0..=operations).map(|k| (k, k)).chain((0..24).map(|seed| (operations - 1, 100 + seed)));
-    for (k, seed) in cuts {
+    let cuts = cuts.flat_map(|(k, seed)| [(k, seed, false), (k, seed, true)]);
+    for (k, seed, awaited) in cuts {
         let faults = Faults::new(seed);
         let mut adam = fixture.rewind(&faults);
         faults.cut_at(k);
-        let done = take_step(&mut adam, &fixture.params, 3).is_ok();
+        // Also where gradients become final while the step runs.
+        let step = if awaited { take_awaited_step } else { take_step };
+        let done = step(&mut adam, &fixture.params, 3).is_ok();
         drop(adam);
         faults.restart().unwrap();
         let mut adam = fixture.check(&format!("cut at {k}"));

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use lazy_model::Bytes;
 
-use lazy_store::StoreError;
+use lazy_store::{BoxError, StoreError};
 
 /// Every failure of this crate. After any of them the committed state on disk is what it was.
 #[derive(Debug, thiserror::Error)]
@@ -178,6 +178,16 @@ pub enum OptimError {
         wanted: usize,
         /// Elements of the gradient.
         found: usize,
+    },
+    /// A gradient that was awaited did not come.
+    #[error(
+        "the gradient of {name} did not become final: {source}; nothing was committed, rebuild the weights with read_weights"
+    )]
+    NoGradient {
+        /// The parameter.
+        name: String,
+        /// What whoever was asked for it said.
+        source: BoxError,
     },
     /// Fewer groups than the parameters name.
     #[error("{found} groups given, but parameters name groups up to {}; give {wanted}", wanted - 1)]

@@ -94,11 +94,15 @@
 //!     let (grad, room) = unsafe { (DeviceSlice::f32(grad, N), DeviceSlice::bf16(room, N)) };
 //!     let groups = [GroupOptions::default()];
 //!     let input = StepInput { groups: &groups, max_norm: Some(1.0), stream: Some(ordered), ..StepInput::default() };
-//!     adam.step_into(&[Some(Gradient::Device(grad))], &input, vec![Some(WeightsOut::Device(room))])?;
+//!     adam.step_into(&[Some(Gradient::Device(grad))], &input, vec![Some(WeightsOut::Device(room))], &mut |_, _| {})?;
 //! }
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! **Beside backward and forward.** Without a clipped norm a step may begin while backward still runs, and update the buckets whose
+//! gradients are final ([`Gradients::Awaited`]); it commits at its end, as ever. [`NvmeAdam::step_into`] gives the room of a parameter
+//! back once its new weights are there, so that the next forward can begin before the step has ended.
 //!
 //! Memory besides the ring: twelve bytes of checksums for every 16,384 elements, and the caller's gradients. Each bucket
 //! keeps two files open. The formats are in `docs/formats.md`.
@@ -113,6 +117,7 @@ mod error;
 mod export;
 mod files;
 mod gather;
+mod gradients;
 mod home;
 mod import;
 mod layout;
@@ -123,6 +128,7 @@ mod moments;
 mod norm;
 mod open;
 mod options;
+mod out;
 mod quant;
 #[cfg(any(feature = "bench", feature = "gpu-test"))]
 #[doc(hidden)]
@@ -169,6 +175,7 @@ pub use adam::{Gradient, WeightsOut};
 pub use device::DeviceSlice;
 pub use error::OptimError;
 pub use export::export;
+pub use gradients::{Awaited, Gradients};
 pub use lazy_store::durable::IoOptions;
 pub use lazy_store::{Bytes, DeviceChoice, NvmeMode, Seconds, Span, Stream};
 pub use load::LoadOptions;

@@ -39,15 +39,14 @@ pub fn combine_norm(parts: impl IntoIterator<Item = NormPart>) -> f64 {
     parts.iter().fold(0.0, |total, part| total + part.sum).sqrt()
 }
 
-/// The parts of the gradients of one rank in RAM, whose first elements in their parameters are given.
+/// The parts of gradients in RAM, of the parameters given, whose first elements there are given too.
 pub(crate) fn parts<'a>(
-    grads: impl IntoIterator<Item = (Option<Gradient<'a>>, usize)>,
+    grads: impl IntoIterator<Item = (usize, Gradient<'a>, usize)>,
     scale: f64,
 ) -> Vec<NormPart> {
-    let grads = grads.into_iter().enumerate();
     let blocks: Vec<(usize, usize, Gradient<'_>)> = grads
-        .filter_map(|(param, (grad, first))| grad.map(|grad| (param, first, grad)))
-        .flat_map(|(param, first, grad)| {
+        .into_iter()
+        .flat_map(|(param, grad, first)| {
             blocks(first, grad.len()).map(move |range| {
                 (param, range.start / NORM_BLOCK, grad.slice(range.start - first..range.end - first))
             })
@@ -128,19 +127,23 @@ mod tests {
     use super::*;
 
     fn global_norm(grads: &[Option<&[f32]>], scale: f64) -> f64 {
-        combine_norm(parts(grads.iter().map(|grad| (grad.map(Gradient::F32), 0)), scale))
+        let grads = grads.iter().enumerate();
+        combine_norm(parts(
+            grads.filter_map(|(param, grad)| Some((param, Gradient::F32((*grad)?), 0))),
+            scale,
+        ))
     }
 
     #[test]
     fn shards_give_the_norm_of_the_whole() {
         let grad: Vec<f32> = (0..300_000).map(|i| (i as f32 * 0.37).sin() * 1e3).collect();
         let other = [3.0f32; 10];
-        let whole = parts([(Some(Gradient::F32(&grad)), 0), (Some(Gradient::F32(&other)), 0)], 3.0);
+        let whole = parts([(0, Gradient::F32(&grad), 0), (1, Gradient::F32(&other), 0)], 3.0);
         let norm = combine_norm(whole);
         let cut = |marks: &[usize]| {
             let ranks = marks.windows(2).map(|m| {
-                let other = (m[0] == 0).then_some(Gradient::F32(&other));
-                parts([(Some(Gradient::F32(&grad[m[0]..m[1]])), m[0]), (other, 0)], 3.0)
+                let other = (m[0] == 0).then_some((1, Gradient::F32(&other), 0));
+                parts([(0, Gradient::F32(&grad[m[0]..m[1]]), m[0])].into_iter().chain(other), 3.0)
             });
             // In any order of the ranks.
             combine_norm(ranks.collect::<Vec<_>>().into_iter().rev().flatten())

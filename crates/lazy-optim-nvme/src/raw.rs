@@ -28,7 +28,7 @@ impl Step {
 
 /// The partial sums of squares of the blocks of a gradient whose first element is number `first` of its parameter.
 pub fn sums(grad: Gradient<'_>, first: usize, scale: f64) -> Vec<f64> {
-    norm::parts([(Some(grad), first)], scale).into_iter().map(|part| part.sum).collect()
+    norm::parts([(0, grad, first)], scale).into_iter().map(|part| part.sum).collect()
 }
 
 /// State in memory, laid out as in slot files.

@@ -31,6 +31,11 @@ impl NvmeAdam {
         self.put_in_place(&retired).map_err(|error| self.latched(error, true))
     }
 
+    /// Whether there are slots to be replaced.
+    pub(crate) fn has_retired(&self, touched: &[usize]) -> Result<bool, OptimError> {
+        Ok(!self.retired(touched)?.is_empty())
+    }
+
     fn retired(&self, touched: &[usize]) -> Result<Vec<Retired>, OptimError> {
         let mut retired = Vec::new();
         for &index in touched {

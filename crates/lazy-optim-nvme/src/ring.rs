@@ -32,6 +32,16 @@ pub(crate) struct Chunk {
 /// Main weights, first and second moments, in their formats.
 pub(crate) type Sections<'a> = [&'a mut [u8]; 3];
 
+/// What is done with the chunks of a bucket.
+pub(crate) enum Entry {
+    /// They are worked on.
+    Work,
+    /// Nothing: it stays as it is.
+    Leave,
+    /// The trip ends here.
+    Stop,
+}
+
 /// What a trip through the ring does to each chunk.
 pub(crate) trait Pass<'b> {
     /// Sections read, from `main` on.
@@ -43,6 +53,10 @@ pub(crate) trait Pass<'b> {
 
     /// Where a bucket is: read from its live slot, written to its next one, or worked on where it lies.
     fn home(&self, bucket: usize) -> &'b Home;
+    /// Asked before each chunk of a bucket is worked on; may wait for something.
+    fn enter(&mut self, _bucket: usize) -> Result<Entry, OptimError> {
+        Ok(Entry::Work)
+    }
     /// Whether the chunks of a bucket go through [`begin`](Pass::begin).
     fn is_begun(&self, _home: &Home) -> bool {
         false
@@ -366,6 +380,18 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
             }
             let Some(flight) = self.reading.pop_front() else { break };
             let chunk = flight.chunk;
+            match self.pass.enter(chunk.bucket) {
+                Ok(Entry::Work) => {}
+                Ok(Entry::Leave) => {
+                    self.ring.give_back(flight.land().0);
+                    continue;
+                }
+                stopped => {
+                    // It has a transfer that is to be waited for.
+                    self.reading.push_front(flight);
+                    return stopped.map(|_| ());
+                }
+            }
             let home = self.pass.home(chunk.bucket);
             match home {
                 _ if self.pass.is_begun(home) => self.begin(flight, home)?,

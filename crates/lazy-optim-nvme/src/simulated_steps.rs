@@ -109,7 +109,7 @@ fn take_step(
     let mut grads = Grads::new(step);
     let grads = grads.all(step, place);
     if place != Where::Shown {
-        return adam.step_into(&grads, &input, rooms.all(place));
+        return adam.step_into(&grads, &input, rooms.all(place), &mut |_, _| {});
     }
     adam.step(&grads, &input, &mut |param, first, values| match param {
         5 => {}
@@ -306,7 +306,7 @@ fn what_cannot_be_is_refused_by_name() {
     let mut grads = [0.5f32; 12];
     fn step(adam: &mut NvmeAdam, grad: Gradient<'_>, room: WeightsOut<'_>) -> String {
         let input = StepInput { groups: &[GroupOptions::default()], ..StepInput::default() };
-        adam.step_into(&[Some(grad)], &input, vec![Some(room)]).unwrap_err().to_string()
+        adam.step_into(&[Some(grad)], &input, vec![Some(room)], &mut |_, _| {}).unwrap_err().to_string()
     }
     let address = address(&mut grads);
     // SAFETY: the memory is alive, and nothing comes to use it.

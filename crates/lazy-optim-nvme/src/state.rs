@@ -67,7 +67,10 @@ impl NvmeAdam {
         self.read::<3>(state)
     }
 
-    fn read<const READS: usize>(&mut self, state: &mut dyn FnMut(StatePart<'_>)) -> Result<(), OptimError> {
+    pub(crate) fn read<const READS: usize>(
+        &mut self,
+        state: &mut dyn FnMut(StatePart<'_>),
+    ) -> Result<(), OptimError> {
         self.check_latch(|latch| latch.reopen)?;
         let all: Vec<usize> = (0..self.buckets.len()).collect();
         let chunks = self.ring.chunks(&self.layout, &all);

@@ -1,47 +1,64 @@
 //! One step: check, norm, update through the ring, commit.
 
+use std::cell::RefCell;
 use std::time::Instant;
 
 use lazy_model::{Bytes, Lane, Seconds};
 
-use crate::adam::{Gradient, Rule, WeightsOut};
+use crate::accelerator::Accelerator;
+use crate::adam::{Gradient, WeightsOut};
 use crate::device::DeviceSlice;
+use crate::gradients::{Asking, Gradients};
+use crate::layout::Layout;
 use crate::norm::{self, NormPart};
+use crate::out::Out;
 use crate::record::Record;
 use crate::ring::{Log, Ring};
 use crate::transaction::Writing;
-use crate::update::{Out, UpdatePass};
-use crate::{GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
+use crate::update::{Constants, Left, UpdatePass};
+use crate::{Durability, GroupOptions, MAX_BLOB_BYTES, NvmeAdam, OptimError, StepInput, StepOutcome};
 
 impl NvmeAdam {
     /// One optimizer step.
     ///
-    /// `grads` holds one entry a parameter, in order; `None` means no gradient this step: the parameter, its moments and its
-    /// counter stay as they are. `weights(param, first, values)` receives the updated main weights as chunks are finished, a
-    /// parameter's in order, for parameters with a gradient.
+    /// `grads` are the gradients of all parameters. A parameter without one, its moments and its counter stay as they are.
+    /// `weights(param, first, values)` receives the updated main weights as chunks are finished, for parameters with a gradient:
+    /// a parameter is ready when its last piece was received. Pieces of a parameter come in order, but for [`Gradients::Awaited`],
+    /// where those of a later bucket come first.
     ///
     /// The weights are handed out before the commit. If the step fails after that, the state on disk is the old one
     /// and the caller's copies may be newer: rebuild them with [`read_weights`](NvmeAdam::read_weights), which also
     /// clears the way for the next step; until then further steps are refused.
-    pub fn step(
+    ///
+    /// With [`Gradients::Awaited`] updates begin before backward has ended. Their norm is known too late to clip them, unless
+    /// [`StepInput::grad_norm`] gives it, so `max_norm` is refused; and so is [`Durability::Checkpoint`], whose steps cannot be
+    /// taken back. Otherwise results are those of [`Gradients::Final`], bit for bit. Where a gradient is not finite, the step
+    /// is skipped as ever, and weights that were handed out by then are handed out again as they were: until the last gradient was
+    /// asked for, weights are not for use.
+    pub fn step<'a, 'g: 'a>(
         &mut self,
-        grads: &[Option<Gradient<'_>>],
+        grads: impl Into<Gradients<'a, 'g>>,
         input: &StepInput<'_>,
         weights: &mut dyn FnMut(usize, usize, &[f32]),
     ) -> Result<StepOutcome, OptimError> {
-        self.run(grads, input, Out::Each(weights))
+        self.run(grads.into().shorter(), input, Out::Each(weights))
     }
 
     /// [`step`](NvmeAdam::step), whose updated weights are written into `weights`, one entry a parameter, by all threads while
     /// the state is in their caches; as bfloat16 they are rounded to the nearest. `None` takes none.
-    pub fn step_into(
+    ///
+    /// `ready(param, room)` gives back the room of a parameter that has a gradient as soon as its weights are all there, while the
+    /// step goes on: the next forward can begin with it, on another thread. With [`Gradients::Awaited`] none is given back before
+    /// all gradients are known.
+    pub fn step_into<'a, 'g: 'a, 'w>(
         &mut self,
-        grads: &[Option<Gradient<'_>>],
+        grads: impl Into<Gradients<'a, 'g>>,
         input: &StepInput<'_>,
-        weights: Vec<Option<WeightsOut<'_>>>,
+        weights: Vec<Option<WeightsOut<'w>>>,
+        ready: &mut dyn FnMut(usize, WeightsOut<'w>),
     ) -> Result<StepOutcome, OptimError> {
         self.check_out(&weights)?;
-        self.run(grads, input, Out::Into(weights))
+        self.run(grads.into().shorter(), input, Out::Into(weights, ready))
     }
 
     /// The parts of the gradients' norm, for ranks that hold shards: their union, combined with
@@ -58,36 +75,30 @@ impl NvmeAdam {
     }
 
     fn parts(&self, grads: &[Option<Gradient<'_>>], scale: f64) -> Result<Vec<NormPart>, OptimError> {
-        let grads = || grads.iter().enumerate().map(|(param, grad)| (param, *grad, self.layout.first(param)));
-        let in_ram = grads().map(|(_, grad, first)| (grad.filter(|grad| grad.on_device().is_none()), first));
-        let mut parts = norm::parts(in_ram, scale);
-        let on_device: Vec<(usize, DeviceSlice, usize)> =
-            grads().filter_map(|(param, grad, first)| Some((param, grad?.on_device()?, first))).collect();
-        if !on_device.is_empty() {
-            let accelerator = self.ring.accelerator().ok_or(OptimError::Suspended)?;
-            parts.extend(accelerator.norm_parts(on_device, scale)?);
-        }
-        Ok(parts)
+        let grads = grads.iter().enumerate().filter_map(|(param, grad)| Some((param, (*grad)?)));
+        norm_parts(&self.layout, self.ring.accelerator(), grads, scale)
     }
 
-    fn run(
+    fn run<'a, 'g: 'a>(
         &mut self,
-        grads: &[Option<Gradient<'_>>],
+        grads: Gradients<'a, 'g>,
         input: &StepInput<'_>,
-        out: Out<'_, '_>,
+        out: Out<'a, '_>,
     ) -> Result<StepOutcome, OptimError> {
         let started = Instant::now();
         self.check_latch(|_| true)?;
-        self.check_input(grads, input)?;
+        self.check_input(&grads, input)?;
+        let (grads, asking) = grads.begin(self.layout.params().len());
         let mut log = Log::new(input.origin.unwrap_or(started));
         let accelerator = self.ring.shared_accelerator();
         let begun = accelerator.as_ref().map(|accelerator| accelerator.start());
         if let (Some(accelerator), Some(stream)) = (&accelerator, input.stream) {
             accelerator.wait_for(stream)?;
         }
+        // Of those that are awaited there are none yet.
         let grad_norm = match input.grad_norm {
             Some(norm) => norm,
-            None => norm::combine_norm(self.parts(grads, input.scale)?),
+            None => norm::combine_norm(self.parts(&grads, input.scale)?),
         };
         let clip_coefficient = norm::clip_coefficient(grad_norm, input.max_norm);
         let mut outcome = StepOutcome { grad_norm, clip_coefficient, ..StepOutcome::default() };
@@ -95,11 +106,12 @@ impl NvmeAdam {
         log.span(Lane::Optimizer, "gradient norm".into(), started, normed, Bytes::ZERO);
         outcome.seconds.norm = elapsed(started, normed);
         if grad_norm.is_finite() {
-            outcome.warning = stalled(grads, input, grad_norm, clip_coefficient);
-            self.update(grads, input, out, &mut outcome, &mut log)?;
-        } else {
+            self.update((grads, asking), input, out, &mut outcome, &mut log)?;
+        }
+        if !outcome.grad_norm.is_finite() {
             outcome.skipped = true;
-            outcome.warning = Some(format!("the gradient norm is {grad_norm}; the step was skipped"));
+            outcome.warning =
+                Some(format!("the gradient norm is {}; the step was skipped", outcome.grad_norm));
         }
         if let (Some(accelerator), Some(begun)) = (accelerator, begun) {
             let offset = log.since(begun);
@@ -109,48 +121,66 @@ impl NvmeAdam {
         Ok(outcome)
     }
 
-    /// The buckets that hold an element with a gradient.
-    fn touched(&self, grads: &[Option<Gradient<'_>>]) -> Vec<usize> {
-        let touched = |bucket: &usize| {
-            self.layout.segments(self.layout.bucket(*bucket)).any(|s| grads[s.param].is_some())
-        };
-        (0..self.buckets.len()).filter(touched).collect()
+    /// The buckets to go through: those that hold an element with a gradient; of awaited ones all, the last parameters' first.
+    fn touched(&self, grads: &[Option<Gradient<'_>>], asking: &Asking<'_, '_>) -> Vec<usize> {
+        let params = |bucket: usize| self.layout.segments(self.layout.bucket(bucket)).map(|s| s.param);
+        let all = 0..self.buckets.len();
+        if !asking.is_needed() {
+            return all.filter(|bucket| params(*bucket).any(|param| grads[param].is_some())).collect();
+        }
+        let mut all: Vec<usize> = all.collect();
+        all.sort_by_key(|bucket| std::cmp::Reverse(params(*bucket).min()));
+        all
     }
 
     /// Updates every bucket that has a gradient, and commits.
-    fn update(
+    fn update<'a, 'g: 'a>(
         &mut self,
-        grads: &[Option<Gradient<'_>>],
+        (grads, asking): (Vec<Option<Gradient<'g>>>, Asking<'a, 'g>),
         input: &StepInput<'_>,
-        out: Out<'_, '_>,
+        out: Out<'a, '_>,
         outcome: &mut StepOutcome,
         log: &mut Log,
     ) -> Result<(), OptimError> {
-        let touched = self.touched(grads);
+        let touched = self.touched(&grads, &asking);
         let clip = outcome.clip_coefficient;
+        // What is left of them after the pass.
+        let (passing, passed) = (RefCell::new(Some(((grads, asking), out))), RefCell::new(None));
         let pass = |ring: &mut Ring, record: &Record, writing: Writing<'_>, log: &mut Log| {
             let layout = writing.layout;
-            let params = layout.params().iter().zip(&record.step_counts).zip(grads);
-            let rules = params.map(|((param, count), grad)| {
-                grad.map(|_| Rule::new(&input.groups[param.group], count + 1, input.scale, clip))
-            });
-            let mut pass = UpdatePass::new(writing, grads, rules.collect(), out, ring);
+            let constants = Constants { layout, counts: &record.step_counts, input, clip };
+            let Some((grads, out)) = passing.take() else { return (Ok(()), writing.end()) };
+            let mut pass = UpdatePass::new(writing, constants, grads, out, ring);
             let whole: Vec<bool> = (0..layout.bucket_count()).map(|bucket| pass.is_whole(bucket)).collect();
             let chunks = ring.chunks_or_whole(layout, &touched, |bucket| whole[bucket]);
-            let passed = ring.run(layout, chunks, &mut pass, log);
-            (passed, pass.end())
+            let result = ring.run(layout, chunks, &mut pass, log);
+            let result = result.and_then(|()| pass.end_asking());
+            let (written, left) = pass.end();
+            passed.replace(Some(left));
+            (result, written)
         };
-        self.transact(&touched, log, &mut outcome.seconds, pass, |layout, record| Record {
-            step_counts: record
-                .step_counts
-                .iter()
-                .zip(grads)
-                .map(|(n, grad)| n + u64::from(grad.is_some()))
-                .collect(),
-            groups: input.groups[..layout.group_count()].to_vec(),
-            blob: input.blob.to_vec(),
-            ..record
-        })
+        let result = self.transact(&touched, log, &mut outcome.seconds, pass, |layout, record| {
+            let passed = passed.borrow();
+            let has = |param: usize| {
+                passed.as_ref().is_some_and(|left: &Left<'_, '_, '_>| left.grads[param].is_some())
+            };
+            let counts = record.step_counts.iter().enumerate();
+            Record {
+                step_counts: counts.map(|(param, n)| n + u64::from(has(param))).collect(),
+                groups: input.groups[..layout.group_count()].to_vec(),
+                blob: input.blob.to_vec(),
+                ..record
+            }
+        });
+        let Some(mut left) = passed.into_inner() else { return result };
+        if left.asking.is_needed() && input.grad_norm.is_none() {
+            outcome.grad_norm = norm::combine_norm(std::mem::take(&mut left.asking.parts));
+        }
+        if left.asking.stopped.is_some() && matches!(result, Err(OptimError::NoGradient { .. })) {
+            return self.take_back(left);
+        }
+        outcome.warning = stalled(&left.grads, input, outcome.grad_norm, clip);
+        result
     }
 
     fn check_grads(&self, grads: &[Option<Gradient<'_>>]) -> Result<(), OptimError> {
@@ -158,35 +188,15 @@ impl NvmeAdam {
         if grads.len() != params.len() {
             return Err(OptimError::GradCount { wanted: params.len(), found: grads.len() });
         }
-        for (index, grad) in grads.iter().enumerate() {
-            let (wanted, found) = (self.layout.elements(index), grad.map_or(0, |grad| grad.len()));
-            if grad.is_some() && wanted != found {
-                return Err(OptimError::GradLength { name: params[index].name.clone(), wanted, found });
-            }
-            if let Some(slice) = grad.and_then(Gradient::on_device) {
-                self.check_slice("the gradient", index, slice)?;
-            }
-        }
-        Ok(())
+        let has_device = self.ring.accelerator().is_some() || self.ring.is_given_up();
+        let given = grads.iter().enumerate().filter_map(|(param, grad)| Some((param, (*grad)?)));
+        given.into_iter().try_for_each(|(param, grad)| check_grad(&self.layout, has_device, param, grad))
     }
 
     /// Refuses device memory that cannot be used.
     fn check_slice(&self, what: &str, param: usize, slice: DeviceSlice) -> Result<(), OptimError> {
-        let (name, address) = (&self.layout.params()[param].name, slice.address());
-        if self.ring.accelerator().is_none() && !self.ring.is_given_up() {
-            let what = format!(
-                "{what} of {name} is in device memory; open the store with that GPU (AdamOptions::device)"
-            );
-            return Err(OptimError::Option { what });
-        }
-        if !address.is_multiple_of(slice.size() as u64) {
-            let size = slice.size();
-            let what = format!(
-                "{what} of {name} is at device address {address:#x}; give a multiple of {size} bytes"
-            );
-            return Err(OptimError::Option { what });
-        }
-        Ok(())
+        let has_device = self.ring.accelerator().is_some() || self.ring.is_given_up();
+        check_slice(&self.layout, has_device, what, param, slice)
     }
 
     fn check_out(&self, weights: &[Option<WeightsOut<'_>>]) -> Result<(), OptimError> {
@@ -213,9 +223,30 @@ impl NvmeAdam {
         Ok(())
     }
 
+    /// Refuses what cannot be had while gradients are still awaited.
+    fn check_awaited(&self, input: &StepInput<'_>) -> Result<(), OptimError> {
+        let refused = |what: &str| Err(OptimError::Option { what: what.into() });
+        if self.durability == Durability::Checkpoint {
+            return refused(
+                "with durability = checkpoint a step cannot be taken back, should a gradient that is awaited not be finite: \
+                 give gradients that are final, or set durability to step",
+            );
+        }
+        if input.max_norm.is_some() && input.grad_norm.is_none() {
+            return refused(
+                "max_norm needs the norm of all gradients, which is not known while they are awaited: give gradients that \
+                 are final, or grad_norm, or no max_norm",
+            );
+        }
+        Ok(())
+    }
+
     /// Everything that can be refused before anything moves.
-    fn check_input(&self, grads: &[Option<Gradient<'_>>], input: &StepInput<'_>) -> Result<(), OptimError> {
-        self.check_grads(grads)?;
+    fn check_input(&self, grads: &Gradients<'_, '_>, input: &StepInput<'_>) -> Result<(), OptimError> {
+        match grads {
+            Gradients::Final(grads) => self.check_grads(grads)?,
+            Gradients::Awaited(_) => self.check_awaited(input)?,
+        }
         let (wanted, found) = (self.layout.group_count(), input.groups.len());
         if found < wanted {
             return Err(OptimError::GroupCount { wanted, found });
@@ -230,6 +261,67 @@ impl NvmeAdam {
         }
         Ok(())
     }
+}
+
+/// Refuses a gradient that is not its parameter's.
+pub(crate) fn check_grad(
+    layout: &Layout,
+    has_device: bool,
+    param: usize,
+    grad: Gradient<'_>,
+) -> Result<(), OptimError> {
+    let (wanted, found) = (layout.elements(param), grad.len());
+    if wanted != found {
+        let name = layout.params()[param].name.clone();
+        return Err(OptimError::GradLength { name, wanted, found });
+    }
+    let slice = grad.on_device();
+    slice.map_or(Ok(()), |slice| check_slice(layout, has_device, "the gradient", param, slice))
+}
+
+fn check_slice(
+    layout: &Layout,
+    has_device: bool,
+    what: &str,
+    param: usize,
+    slice: DeviceSlice,
+) -> Result<(), OptimError> {
+    let (name, address) = (&layout.params()[param].name, slice.address());
+    if !has_device {
+        let what = format!(
+            "{what} of {name} is in device memory; open the store with that GPU (AdamOptions::device)"
+        );
+        return Err(OptimError::Option { what });
+    }
+    if !address.is_multiple_of(slice.size() as u64) {
+        let size = slice.size();
+        let what =
+            format!("{what} of {name} is at device address {address:#x}; give a multiple of {size} bytes");
+        return Err(OptimError::Option { what });
+    }
+    Ok(())
+}
+
+/// The parts of the norm of the gradients given, wherever they are.
+pub(crate) fn norm_parts<'a>(
+    layout: &Layout,
+    accelerator: Option<&Accelerator>,
+    grads: impl Iterator<Item = (usize, Gradient<'a>)>,
+    scale: f64,
+) -> Result<Vec<NormPart>, OptimError> {
+    let (mut in_ram, mut on_device) = (Vec::new(), Vec::new());
+    for (param, grad) in grads {
+        let first = layout.first(param);
+        match grad.on_device() {
+            None => in_ram.push((param, grad, first)),
+            Some(slice) => on_device.push((param, slice, first)),
+        }
+    }
+    let mut parts = norm::parts(in_ram, scale);
+    if !on_device.is_empty() {
+        parts.extend(accelerator.ok_or(OptimError::Suspended)?.norm_parts(on_device, scale)?);
+    }
+    Ok(parts)
 }
 
 fn check_scale(scale: f64) -> Result<(), OptimError> {

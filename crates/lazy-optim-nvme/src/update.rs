@@ -1,6 +1,5 @@
 //! The update as a trip through the ring: on the processor, or begun on the GPU and finished here.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -10,51 +9,53 @@ use rayon::prelude::*;
 use crate::accelerator::{Accelerator, Begun, GradAt, Part, State, staged_at};
 use crate::adam::{BlockMut, Gradient, Rule, WeightsOut, update_block};
 use crate::device::DeviceSlice;
+use crate::gradients::Asking;
 use crate::home::Home;
-use crate::layout::Segment;
-use crate::ring::{Buffers, Chunk, Pass, Ring, Sections};
+use crate::layout::{Layout, Segment};
+use crate::out::{Out, Rooms};
+use crate::ring::{Buffers, Chunk, Entry, Pass, Ring, Sections};
 use crate::slot::{BLOCK, BlockSums, SECTIONS};
+use crate::step::{check_grad, norm_parts};
 use crate::transaction::{Writing, Written};
-use crate::{OptimError, bf16};
+use crate::{OptimError, StepInput, bf16, norm};
 
-/// Where updated weights go.
-pub(crate) enum Out<'a, 'w> {
-    /// To the caller, chunk by chunk.
-    Each(&'a mut dyn FnMut(usize, usize, &[f32])),
-    /// Into what is left of each parameter's room.
-    Into(Vec<Option<WeightsOut<'w>>>),
+/// What makes the rules of a step.
+pub(crate) struct Constants<'b> {
+    pub(crate) layout: &'b Layout,
+    /// Steps taken, by parameter.
+    pub(crate) counts: &'b [u64],
+    pub(crate) input: &'b StepInput<'b>,
+    /// The clip coefficient.
+    pub(crate) clip: f64,
 }
 
-impl<'w> Out<'_, 'w> {
-    /// The room of the next `n` elements of a parameter, where it is in RAM.
-    fn take(&mut self, param: usize, n: usize) -> Option<WeightsOut<'w>> {
-        match self {
-            Out::Into(rooms) => match &mut rooms[param] {
-                Some(WeightsOut::Device(_)) | None => None,
-                Some(room) => Some(room.split_off(n)),
-            },
-            Out::Each(_) => None,
-        }
-    }
-
-    /// The same, where it is in device memory.
-    fn take_on_device(&mut self, param: usize, n: usize) -> Option<DeviceSlice> {
-        match self {
-            Out::Into(rooms) => match &mut rooms[param] {
-                Some(WeightsOut::Device(room)) => Some(room.split_off(n)),
-                _ => None,
-            },
-            Out::Each(_) => None,
-        }
+impl Constants<'_> {
+    fn rule(&self, param: usize) -> Rule {
+        let group = &self.input.groups[self.layout.params()[param].group];
+        Rule::new(group, self.counts[param] + 1, self.input.scale, self.clip)
     }
 }
 
 /// The update of one step.
-struct Update<'a> {
-    writing: Writing<'a>,
-    grads: &'a [Option<Gradient<'a>>],
-    /// By parameter; `None` where there is no gradient.
+struct Update<'b, 'g> {
+    writing: Writing<'b>,
+    /// By parameter.
+    grads: Vec<Option<Gradient<'g>>>,
+    /// The same; `None` where there is no gradient, or none yet.
     rules: Vec<Option<Rule>>,
+}
+
+impl<'g> Update<'_, 'g> {
+    fn grad(&self, param: usize) -> Option<Gradient<'g>> {
+        self.grads[param]
+    }
+
+    /// The parts of a chunk that belong to parameters with a gradient.
+    fn moving(&self, chunk: Chunk) -> impl Iterator<Item = Segment> {
+        let layout = self.writing.layout;
+        let start = layout.bucket(chunk.bucket).start + chunk.first;
+        layout.segments(start..start + chunk.len).filter(|segment| self.grad(segment.param).is_some())
+    }
 }
 
 /// A block on its way, and what is to be done to it.
@@ -66,63 +67,125 @@ struct Block<'a, 'w> {
     parts: Vec<(Segment, Gradient<'a>, Option<WeightsOut<'w>>)>,
 }
 
-/// Where in a chunk elements are whose weights go into RAM, and their room there.
-type Rooms<'w> = Vec<(Range<usize>, WeightsOut<'w>)>;
-
 /// The update as a trip through the ring.
-pub(crate) struct UpdatePass<'a, 'o, 'w> {
-    update: Update<'a>,
-    out: Out<'o, 'w>,
+pub(crate) struct UpdatePass<'b, 'a, 'g, 'w> {
+    update: Update<'b, 'g>,
+    asking: Asking<'a, 'g>,
+    constants: Constants<'b>,
+    out: Out<'a, 'w>,
+    /// Elements of each parameter whose weights were handed out.
+    handed: Vec<usize>,
+    /// Parameters whose weights are all there, while it is not known whether they stay.
+    unsure: Vec<usize>,
     accelerator: Option<Arc<Accelerator>>,
     /// Chunks of RAM and NVMe are updated on the GPU.
     on_gpu: bool,
-    /// Of the chunks on the GPU, oldest first.
-    rooms: VecDeque<Rooms<'w>>,
 }
 
-impl<'a, 'o, 'w> UpdatePass<'a, 'o, 'w> {
+/// What a pass leaves, besides what it wrote.
+pub(crate) struct Left<'a, 'g, 'w> {
+    pub(crate) grads: Vec<Option<Gradient<'g>>>,
+    pub(crate) asking: Asking<'a, 'g>,
+    pub(crate) out: Out<'a, 'w>,
+    /// Elements of each parameter whose weights were handed out.
+    pub(crate) handed: Vec<usize>,
+}
+
+impl<'b, 'a, 'g, 'w> UpdatePass<'b, 'a, 'g, 'w> {
     pub(crate) fn new(
-        writing: Writing<'a>,
-        grads: &'a [Option<Gradient<'a>>],
-        rules: Vec<Option<Rule>>,
-        out: Out<'o, 'w>,
+        writing: Writing<'b>,
+        constants: Constants<'b>,
+        (grads, asking): (Vec<Option<Gradient<'g>>>, Asking<'a, 'g>),
+        out: Out<'a, 'w>,
         ring: &Ring,
     ) -> Self {
         let (accelerator, on_gpu) = (ring.shared_accelerator(), ring.updates_on_gpu());
+        let rules = grads.iter().enumerate().map(|(param, grad)| grad.map(|_| constants.rule(param)));
+        let (rules, handed) = (rules.collect(), vec![0; grads.len()]);
         let update = Update { writing, grads, rules };
-        UpdatePass { update, out, accelerator, on_gpu, rooms: VecDeque::new() }
+        UpdatePass { update, asking, constants, out, handed, unsure: Vec::new(), accelerator, on_gpu }
     }
 
-    pub(crate) fn end(self) -> Written {
-        self.update.writing.end()
+    pub(crate) fn end(self) -> (Written, Left<'a, 'g, 'w>) {
+        let UpdatePass { update: Update { writing, grads, .. }, asking, out, handed, .. } = self;
+        (writing.end(), Left { grads, asking, out, handed })
+    }
+
+    /// Waits for the gradient of a parameter, if it was not asked for yet. `false` where it is not finite.
+    fn ask(&mut self, param: usize) -> Result<bool, OptimError> {
+        let Constants { layout, input, .. } = self.constants;
+        let grad = match self.asking.ask(param) {
+            Some(Ok(Some(grad))) => grad,
+            Some(Err(source)) => return Err(no_gradient(layout, param, source)),
+            Some(Ok(None)) | None => return Ok(true),
+        };
+        let accelerator = self.accelerator.as_deref();
+        check_grad(layout, accelerator.is_some(), param, grad)?;
+        if let (Some(accelerator), Some(stream), Some(_)) = (accelerator, input.stream, grad.on_device()) {
+            accelerator.wait_for(stream)?;
+        }
+        if input.grad_norm.is_none() {
+            let parts = norm_parts(layout, accelerator, std::iter::once((param, grad)), input.scale)?;
+            let finite = norm::combine_norm(parts.iter().copied()).is_finite();
+            self.asking.parts.extend(parts);
+            if !finite {
+                self.asking.stopped = Some(param);
+                return Ok(false);
+            }
+        }
+        self.update.grads[param] = Some(grad);
+        self.update.rules[param] = Some(self.constants.rule(param));
+        Ok(true)
+    }
+
+    /// Asks for the gradients of parameters without elements, which are in no bucket. An error where one was not finite.
+    pub(crate) fn end_asking(&mut self) -> Result<(), OptimError> {
+        let layout = self.update.writing.layout;
+        for param in (0..layout.params().len()).rev() {
+            if self.asking.stopped.is_none() {
+                self.ask(param)?;
+            }
+        }
+        if let Some(param) = self.asking.stopped {
+            return Err(no_gradient(layout, param, "it is not finite".into()));
+        }
+        self.settle();
+        for param in (0..layout.params().len()).filter(|param| layout.elements(*param) == 0) {
+            if self.update.grad(param).is_some() {
+                self.out.give_back(param);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the rooms back that are full, once it is known that the step is not skipped.
+    fn settle(&mut self) {
+        if self.asking.is_over() {
+            self.unsure.drain(..).for_each(|param| self.out.give_back(param));
+        }
     }
 
     /// Whether a bucket is at home on the GPU with all that its update reads and writes: it needs not be cut.
     pub(crate) fn is_whole(&self, bucket: usize) -> bool {
         let layout = self.update.writing.layout;
         let mut moving =
-            layout.segments(layout.bucket(bucket)).filter(|s| self.update.grads[s.param].is_some());
-        let stays = |out: &Out<'_, '_>, param: usize| match out {
-            Out::Each(_) => false,
-            Out::Into(rooms) => matches!(rooms[param], None | Some(WeightsOut::Device(_))),
-        };
+            layout.segments(layout.bucket(bucket)).filter(|s| self.update.grad(s.param).is_some());
         matches!(self.update.writing.home(bucket), Home::Hbm(_))
             && moving.all(|Segment { param, .. }| {
-                matches!(self.update.grads[param], Some(Gradient::Device(_))) && stays(&self.out, param)
+                matches!(self.update.grad(param), Some(Gradient::Device(_))) && !self.out.needs_ram(param)
             })
     }
 
-    /// The parts of a chunk that have a gradient, those in RAM brought into `grads`. Room in RAM for their weights is kept.
-    fn parts(&mut self, chunk: Chunk, grads: Option<&mut AlignedBuf>) -> Vec<Part> {
-        let layout = self.update.writing.layout;
-        let start = layout.bucket(chunk.bucket).start + chunk.first;
+    /// The parts of a chunk that have a gradient, those in RAM brought into `grads`.
+    fn parts(&self, chunk: Chunk, grads: Option<&mut AlignedBuf>) -> Vec<Part> {
         let staging = grads.map_or(&mut [][..], AlignedBuf::as_mut_slice);
-        let (mut parts, mut rooms) = (Vec::new(), Rooms::new());
-        for Segment { param, first, local } in layout.segments(start..start + chunk.len) {
-            let (Some(grad), Some(rule)) = (self.update.grads[param], self.update.rules[param]) else {
+        let mut parts = Vec::new();
+        for Segment { param, first, local } in self.update.moving(chunk) {
+            let (Some(grad), Some(rule)) = (self.update.grad(param), self.update.rules[param]) else {
                 continue;
             };
-            let grad = grad.slice(first..first + local.len());
+            let range = first..first + local.len();
+            let grad = grad.slice(range.clone());
             match grad {
                 Gradient::F32(grad) => {
                     copy_all(bytemuck::cast_slice(grad), &mut staging[staged_at(local.start)..])
@@ -132,11 +195,9 @@ impl<'a, 'o, 'w> UpdatePass<'a, 'o, 'w> {
                 }
                 Gradient::Device(_) => {}
             }
-            let weights = self.out.take_on_device(param, local.len());
-            rooms.extend(self.out.take(param, local.len()).map(|room| (local.clone(), room)));
+            let weights = self.out.on_device(param, range);
             parts.push(Part { rule, local, grad: GradAt::of(grad), weights });
         }
-        self.rooms.push_back(rooms);
         parts
     }
 
@@ -144,7 +205,6 @@ impl<'a, 'o, 'w> UpdatePass<'a, 'o, 'w> {
     fn finish(&mut self, chunk: Chunk, [main, avg, sq]: Sections<'_>) {
         let layout = self.update.writing.layout;
         let update = &mut self.update;
-        let rooms = self.rooms.pop_front().unwrap_or_default();
         if matches!(update.writing.home(chunk.bucket), Home::Nvme(_)) {
             let blocks: Vec<_> = layout.slot(chunk.bucket).blocks_of([&*main, &*avg, &*sq]).collect();
             let first = chunk.first / BLOCK;
@@ -154,39 +214,44 @@ impl<'a, 'o, 'w> UpdatePass<'a, 'o, 'w> {
             sums.into_iter().for_each(|sums| update.writing.note(chunk.bucket, sums));
         }
         let main: &[f32] = bytemuck::cast_slice(main);
-        let pieces = rooms.into_iter().flat_map(|(local, mut room)| {
-            local.clone().step_by(BLOCK).map(move |at| {
+        let mut rooms = self.out.rooms(self.update.moving(chunk));
+        let mut pieces = Vec::new();
+        for Segment { param, local, .. } in self.update.moving(chunk) {
+            for at in local.clone().step_by(BLOCK) {
                 let end = (at + BLOCK).min(local.end);
-                (at..end, room.split_off(end - at))
-            })
-        });
-        let pieces: Vec<_> = pieces.collect();
+                pieces.extend(rooms.take(param, end - at).map(|room| (at..end, room)));
+            }
+        }
         pieces.into_par_iter().for_each(|(local, mut room)| room.write(0..local.len(), &main[local]));
         self.hand_out(chunk, main);
     }
 
-    /// Shows the caller the new weights of a chunk, where that was asked for.
+    /// The new weights of a chunk are there: shows them to the caller, or gives the rooms back that are full.
     fn hand_out(&mut self, chunk: Chunk, main: &[f32]) {
-        let Out::Each(weights) = &mut self.out else { return };
-        let layout = self.update.writing.layout;
-        let start = layout.bucket(chunk.bucket).start + chunk.first;
-        for segment in layout.segments(start..start + chunk.len) {
-            if self.update.grads[segment.param].is_some() {
-                weights(segment.param, segment.first, &main[segment.local]);
+        for Segment { param, first, local } in self.update.moving(chunk) {
+            self.handed[param] += local.len();
+            match &mut self.out {
+                Out::Each(weights) => weights(param, first, &main[local]),
+                Out::Into(..) if self.handed[param] == self.constants.layout.elements(param) => {
+                    self.unsure.push(param);
+                }
+                Out::Into(..) => {}
             }
         }
+        self.settle();
     }
 
     /// Updates a chunk on the processor.
     fn update_here(&mut self, chunk: Chunk, [main, avg, sq]: Sections<'_>) -> Result<(), OptimError> {
         let (accelerator, bucket) = (self.accelerator.clone(), chunk.bucket);
-        let away = self.update.away(chunk, &mut self.out);
+        let away = self.update.away(chunk, &self.out);
         let mut staging = accelerator.as_deref().filter(|_| !away.is_empty()).map(Accelerator::scratch);
         if let (Some(accelerator), Some(staging)) = (&accelerator, &mut staging) {
             accelerator.bring(&away.grads, staging)?;
         }
         let staged = staging.as_ref().map_or(&[][..], |staging| staging.as_slice());
-        let (update, out) = (&self.update, &mut self.out);
+        let update = &self.update;
+        let mut rooms: Rooms<'_> = self.out.rooms(update.moving(chunk));
         let layout = update.writing.layout;
         let bytes = layout.slot(bucket).moments.block_bytes();
         let start = layout.bucket(bucket).start + chunk.first;
@@ -197,12 +262,12 @@ impl<'a, 'o, 'w> UpdatePass<'a, 'o, 'w> {
                 let first = start + i * BLOCK;
                 let parts = layout.segments(first..first + main.len() / 4).filter_map(|segment| {
                     let n = segment.local.len();
-                    let grad = update.grads[segment.param]?.slice(segment.first..segment.first + n);
+                    let grad = update.grad(segment.param)?.slice(segment.first..segment.first + n);
                     let grad = match grad {
                         Gradient::Device(slice) => staged_part(staged, i * BLOCK, &segment, slice),
                         grad => grad,
                     };
-                    let room = out.take(segment.param, n);
+                    let room = rooms.take(segment.param, n);
                     Some((segment, grad, room))
                 });
                 let parts = parts.collect();
@@ -222,12 +287,17 @@ impl<'a, 'o, 'w> UpdatePass<'a, 'o, 'w> {
     }
 }
 
+fn no_gradient(layout: &Layout, param: usize, source: lazy_store::BoxError) -> OptimError {
+    OptimError::NoGradient { name: layout.params()[param].name.clone(), source }
+}
+
 /// What a chunk that is updated on the processor has in device memory.
-struct Away {
+#[derive(Default)]
+pub(crate) struct Away {
     /// Gradients, and where in the buffer of gradients they come.
-    grads: Vec<(DeviceSlice, usize)>,
+    pub(crate) grads: Vec<(DeviceSlice, usize)>,
     /// Elements of the chunk, and the room for their weights.
-    weights: Vec<(Range<usize>, DeviceSlice)>,
+    pub(crate) weights: Vec<(Range<usize>, DeviceSlice)>,
 }
 
 impl Away {
@@ -237,13 +307,13 @@ impl Away {
 
     /// Puts new weights where they go: float32 from where they are, bfloat16 by way of the buffer, of which nobody needs the
     /// gradients any more.
-    fn send(
+    pub(crate) fn send(
         &self,
         accelerator: &Accelerator,
-        main: &mut [u8],
+        main: &[u8],
         staging: &mut AlignedBuf,
     ) -> Result<(), OptimError> {
-        let (main_at, staged_from) = (main.as_mut_ptr().expose_provenance() as u64, staging.address());
+        let (main_at, staged_from) = (main.as_ptr().expose_provenance() as u64, staging.address());
         let (main, rounded): (&[f32], _) = (bytemuck::cast_slice(main), staging.as_mut_slice());
         let mut numbers = Vec::with_capacity(self.weights.len());
         for (local, slice) in &self.weights {
@@ -282,7 +352,7 @@ fn copy_all(from: &[u8], to: &mut [u8]) {
     to.zip(from.par_chunks(PIECE)).for_each(|(to, from)| to.copy_from_slice(from));
 }
 
-impl<'b> Pass<'b> for UpdatePass<'b, '_, '_> {
+impl<'b> Pass<'b> for UpdatePass<'b, '_, '_, '_> {
     const READS: usize = SECTIONS.len();
     const WRITES: usize = SECTIONS.len();
     const NAME: &'static str = "update";
@@ -293,6 +363,22 @@ impl<'b> Pass<'b> for UpdatePass<'b, '_, '_> {
 
     fn written(&mut self, bucket: usize) {
         self.update.writing.bucket_written(bucket);
+    }
+
+    fn enter(&mut self, bucket: usize) -> Result<Entry, OptimError> {
+        if !self.asking.is_needed() {
+            return Ok(Entry::Work);
+        }
+        let layout = self.update.writing.layout;
+        let params: Vec<usize> = layout.segments(layout.bucket(bucket)).map(|s| s.param).collect();
+        for param in params.iter().rev() {
+            if !self.ask(*param)? {
+                return Ok(Entry::Stop);
+            }
+        }
+        self.settle();
+        let moving = params.into_iter().any(|param| self.update.grad(param).is_some());
+        Ok(if moving { Entry::Work } else { Entry::Leave })
     }
 
     fn is_begun(&self, home: &Home) -> bool {
@@ -324,8 +410,7 @@ impl<'b> Pass<'b> for UpdatePass<'b, '_, '_> {
             }
         }
         let parts = self.parts(chunk, buffers.last_mut());
-        let in_ram = self.rooms.back().is_some_and(|rooms| !rooms.is_empty());
-        let main = in_ram || matches!(self.out, Out::Each(_));
+        let main = self.update.moving(chunk).any(|segment| self.out.needs_ram(segment.param));
         let state = match home {
             Home::Nvme(_) => State::Buffers,
             Home::Host(memory) => State::Ram(memory.addresses(chunk)),
@@ -343,18 +428,16 @@ impl<'b> Pass<'b> for UpdatePass<'b, '_, '_> {
     }
 }
 
-impl Update<'_> {
+impl Update<'_, '_> {
     /// What a chunk has in device memory.
-    fn away(&self, chunk: Chunk, out: &mut Out<'_, '_>) -> Away {
-        let layout = self.writing.layout;
-        let start = layout.bucket(chunk.bucket).start + chunk.first;
-        let mut away = Away { grads: Vec::new(), weights: Vec::new() };
-        for Segment { param, first, local } in layout.segments(start..start + chunk.len) {
-            let Some(grad) = self.grads[param] else { continue };
-            if let Some(slice) = grad.on_device() {
-                away.grads.push((slice.slice(first..first + local.len()), staged_at(local.start)));
+    fn away(&self, chunk: Chunk, out: &Out<'_, '_>) -> Away {
+        let mut away = Away::default();
+        for Segment { param, first, local } in self.moving(chunk) {
+            let range = first..first + local.len();
+            if let Some(slice) = self.grad(param).and_then(Gradient::on_device) {
+                away.grads.push((slice.slice(range.clone()), staged_at(local.start)));
             }
-            if let Some(slice) = out.take_on_device(param, local.len()) {
+            if let Some(slice) = out.on_device(param, range) {
                 away.weights.push((local, slice));
             }
         }

@@ -163,7 +163,7 @@ fn weights_go_where_they_are_wanted_in_the_same_bits() {
         room[param] = None;
     }
     room[6] = Some(WeightsOut::Bf16(&mut halves[6]));
-    adam.step_into(&given, &input, room).unwrap();
+    adam.step_into(&given, &input, room, &mut |_, _| {}).unwrap();
     let state = state(&mut adam, &params);
     for (param, [main, ..]) in state.iter().enumerate() {
         match param {
@@ -189,7 +189,13 @@ fn weights_go_where_they_are_wanted_in_the_same_bits() {
     other.step(&common::all(&widened), &input, &mut |_, _, _| {}).unwrap();
     assert!(common::state(&mut other, &params) == state);
     let room = vec![Some(WeightsOut::F32(&mut []))];
-    assert!(other.step_into(&given, &input, room).unwrap_err().to_string().contains("of 1 parameters"));
+    assert!(
+        other
+            .step_into(&given, &input, room, &mut |_, _| {})
+            .unwrap_err()
+            .to_string()
+            .contains("of 1 parameters")
+    );
 }
 
 #[test]

@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use lazy_optim_nvme::{
-    AdamOptions, Bytes, Gradient, GroupOptions, NvmeAdam, OptimError, ParamSpec, StatePart, StepInput,
+    AdamOptions, Bytes, Gradient, Gradients, GroupOptions, NvmeAdam, OptimError, ParamSpec, StatePart,
+    StepInput, combine_norm,
 };
 
 /// Main, first and second moment of every parameter, as bits.
@@ -76,6 +77,27 @@ pub(crate) fn take_step(adam: &mut NvmeAdam, params: &[ParamSpec], step: usize) 
         StepInput { groups: &[group], max_norm: Some(1.0), scale: 2.0, blob: &blob, ..StepInput::default() };
     let grads = grads(params, step);
     adam.step(&all(&grads), &input, &mut |_, _, _| {}).map(|outcome| assert!(!outcome.skipped))
+}
+
+/// The same step, whose gradients are awaited.
+pub(crate) fn take_awaited_step(
+    adam: &mut NvmeAdam,
+    params: &[ParamSpec],
+    step: usize,
+) -> Result<(), OptimError> {
+    let group = GroupOptions { lr: 0.01 / step as f64, ..GroupOptions::default() };
+    let (grads, blob) = (grads(params, step), blob(step));
+    let norm = combine_norm(adam.norm_parts(&all(&grads), 2.0)?);
+    let input = StepInput {
+        groups: &[group],
+        grad_norm: Some(norm),
+        max_norm: Some(1.0),
+        scale: 2.0,
+        blob: &blob,
+        ..StepInput::default()
+    };
+    let awaited = Gradients::Awaited(&mut |param| Ok(grad(&grads[param])));
+    adam.step(awaited, &input, &mut |_, _, _| {}).map(|outcome| assert!(!outcome.skipped))
 }
 
 /// The whole committed state.

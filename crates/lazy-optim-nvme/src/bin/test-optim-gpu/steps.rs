@@ -181,7 +181,7 @@ impl<'a> Run<'a> {
                     WeightsOut::Bf16(&mut room.narrow)
                 }));
             }
-            self.adam.step_into(&given, &input, out)?
+            self.adam.step_into(&given, &input, out, &mut |_, _| {})?
         };
         if outcome.clip_coefficient >= 1.0 {
             return Err("nothing was clipped".into());
