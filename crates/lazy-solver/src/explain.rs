@@ -244,12 +244,24 @@ impl<'a> Search<'a> {
         self.options.solve.time_limit.map(|limit| now + (limit.get() - now) / rest as f64)
     }
 
+    /// The step under these caps, where they hold what is there whatever goes where.
+    fn under(&self, budgets: TierBytes) -> Option<StepProblem> {
+        let problem = StepProblem { budgets, ..self.problem.clone() };
+        Tier::ALL.iter().all(|&tier| budgets.get(tier) >= floor(&problem, tier)).then_some(problem)
+    }
+
+    /// Whether plans made by rule are enough; `None` after `until`.
+    fn enough_by_rule(&self, budgets: TierBytes, until: Option<f64>) -> Option<bool> {
+        let Some(problem) = self.under(budgets) else { return Some(false) };
+        if until.is_some_and(|until| self.started.elapsed().as_secs_f64() > until) {
+            return None;
+        }
+        Some(any_spilled(&problem, self.options.prefetch))
+    }
+
     /// Whether a step has a plan under these caps; `None` where nobody can tell in time.
     fn enough(&self, budgets: TierBytes, until: Option<f64>) -> Option<bool> {
-        let problem = StepProblem { budgets, ..self.problem.clone() };
-        if Tier::ALL.iter().any(|&tier| budgets.get(tier) < floor(&problem, tier)) {
-            return Some(false);
-        }
+        let Some(problem) = self.under(budgets) else { return Some(false) };
         let mut options = *self.options;
         if let Some(until) = until {
             let left = until - self.started.elapsed().as_secs_f64();
@@ -285,14 +297,19 @@ impl<'a> Search<'a> {
             let with = |cap: Bytes| {
                 let mut raised = budgets;
                 *raised.get_mut(tier) = cap;
-                self.enough(raised, share)
+                raised
             };
             let (budget, least) = (self.problem.budgets.get(tier), low(tier));
+            // A size near the least is known soon; then the search looks below it.
+            let half = share.map(|share| (now + share) / 2.0);
+            let most = least + self.everything;
+            let by_rule = smallest(least, most, self.step, |cap| self.enough_by_rule(with(cap), half));
+            let enough = |cap: Bytes| self.enough(with(cap), share);
             // That all caps as they are do not suffice is why this was asked.
             let asked = tiers.len() > 1 || least > budget;
-            let smallest = match asked && with(least) == Some(true) {
+            let smallest = match asked && enough(least) == Some(true) {
                 true => least,
-                false => smallest(least, least + self.everything, self.step, with)?,
+                false => smallest(least, by_rule.unwrap_or(most), self.step, enough).or(by_rule)?,
             };
             *budgets.get_mut(tier) = smallest;
             if smallest > budget {

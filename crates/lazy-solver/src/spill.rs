@@ -83,7 +83,9 @@ impl Shelf<'_> {
         let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default().align_up(4096);
         let fits =
             |room: Bytes| room.get().checked_div(largest.get()).map_or(saved, |n| saved.min(n as usize));
-        Shelf { problem, block, saved, host: fits(room.host), nvme: fits(room.nvme) }
+        // What goes to a drive passes through host RAM.
+        let nvme = if room.host >= largest { fits(room.nvme) } else { 0 };
+        Shelf { problem, block, saved, host: fits(room.host), nvme }
     }
 
     /// The fewest that have to stay in HBM.
@@ -94,8 +96,9 @@ impl Shelf<'_> {
     /// The plan with that many in HBM, with as much host RAM left for staging as it needs.
     fn carried(&self, in_hbm: usize, prefetch: Option<usize>) -> Option<Carried> {
         let away = self.saved - in_hbm;
-        let rooms =
+        let mut rooms =
             if away <= self.host { vec![away] } else { STAGING.map(|n| self.host.saturating_sub(n)).into() };
+        rooms.dedup();
         let rooms = rooms.into_iter().filter(|in_host| away - in_host <= self.nvme);
         rooms
             .into_iter()
