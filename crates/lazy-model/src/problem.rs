@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use crate::chain::{CostChain, Locks};
 use crate::schedule::{ExposedSeconds, Promise, Schedule, ScheduleError};
 use crate::step::{PAGE_ALIGNMENT, StepError, StepPlan, StepSizes, Streamed, TierBytes, Workspaces};
-use crate::timeline::{LinkRates, StepCosts, Timeline, simulate};
+use crate::timeline::{LinkRates, StepCosts, Timeline, pass_time, simulate, simulate_first};
 use crate::units::{BoundaryIndex, Bytes, BytesPerSecond, Placement, Seconds, Tier};
 
 /// Objective weight of a saved boundary (ms), as in the reference formulation: breaks ties towards fewer checkpoints.
@@ -61,10 +61,19 @@ pub struct Windows {
 pub struct Verified {
     /// The operations of one micro-batch.
     pub plan: StepPlan,
-    /// Their simulated time line.
+    /// Their simulated time line, in every micro-batch but the first where that has one of its own.
     pub timeline: Timeline,
+    /// The time line of the first micro-batch, where it differs: it has no sums of streamed gradients to bring in.
+    pub first: Option<Timeline>,
     /// What is promised of the whole step.
     pub promise: Promise,
+}
+
+impl Verified {
+    /// The simulated time line of a step's first micro-batch.
+    pub fn first(&self) -> &Timeline {
+        self.first.as_ref().unwrap_or(&self.timeline)
+    }
 }
 
 /// Why a schedule may not run.
@@ -149,8 +158,8 @@ impl StepProblem {
     /// at every position of the step against `room.hbm`, everything in it.
     ///
     /// Costs are those of [`StepCosts`]: keeping a layer's internals, and saving its output, each save one forward. `windows` say how
-    /// long transfers may take beside the arithmetic. Weights that are streamed take their part of the way in; gradients that are
-    /// streamed leave during backward, when boundaries no longer do.
+    /// long transfers may take beside the arithmetic. Weights that are streamed take their part of the way in, and so do sums of streamed
+    /// gradients that are added to; gradients leave during backward, when boundaries no longer do.
     pub fn keep_chain(&self, room: &TierBytes, windows: &Windows) -> CostChain {
         let layers = self.saved_bytes.len();
         let of = |list: &[Bytes], l: usize| list.get(l).copied().unwrap_or_default();
@@ -160,11 +169,16 @@ impl StepProblem {
         // in where they add up.
         let gradients = if self.micro_batches > 1 { 3 } else { 2 };
         let streamed = largest(&self.streamed.weights) * 2 + largest(&self.streamed.gradients) * gradients;
+        // Sums come in in all micro-batches but the first: this is a pass of the average.
+        let sums = |l: usize| {
+            let bytes = of(&self.streamed.gradients, l);
+            bytes - Bytes(bytes.get() / self.micro_batches.max(1) as u64)
+        };
         let rates = &windows.rates;
         CostChain {
             layer_window_ms: windows.forward_ms.clone(),
             layer_backward_window_ms: Some(windows.backward_ms.clone()),
-            param_h2d_bytes: (0..layers).map(|l| of(&self.streamed.weights, l)).collect(),
+            param_h2d_bytes: (0..layers).map(|l| of(&self.streamed.weights, l) + sums(l)).collect(),
             gpu_budget_bytes: room.hbm,
             d2h_bytes_per_s: rates.d2h,
             h2d_bytes_per_s: rates.h2d,
@@ -254,25 +268,44 @@ impl StepProblem {
             }
         }
         let timeline = simulate(&plan, &self.costs);
-        let promise = self.promise(&plan, &timeline, peak_bytes);
-        Ok(Verified { plan, timeline, promise })
+        let first = self.first_differs().then(|| simulate_first(&plan, &self.costs));
+        let promise = self.promise(&plan, first.as_ref().unwrap_or(&timeline), &timeline, peak_bytes);
+        Ok(Verified { plan, timeline, first, promise })
     }
 
-    fn promise(&self, plan: &StepPlan, timeline: &Timeline, peak_bytes: TierBytes) -> Promise {
-        let times = self.micro_batches as f64;
-        let forward = timeline.forward(plan);
-        let backward = timeline.total() - forward;
-        let exposed = timeline.exposed();
+    /// Whether the first micro-batch has less to bring in than those after it: gradients start from zero.
+    fn first_differs(&self) -> bool {
+        self.sizes().accumulate && !self.streamed.gradients.is_empty()
+    }
+
+    /// What the passes of all micro-batches come to, if the first takes `first` and each of the others `later`.
+    pub fn passes(&self, first: Seconds, later: Seconds) -> Seconds {
+        let after = self.micro_batches.saturating_sub(1) as f64;
+        if self.micro_batches == 0 { Seconds::ZERO } else { Seconds(first.get() + after * later.get()) }
+    }
+
+    /// The time of a step whose micro-batches run `plan` one after the other, the optimizer's included.
+    pub fn step_time(&self, plan: &StepPlan) -> Seconds {
+        let later = pass_time(plan, &self.costs, false);
+        let first = if self.first_differs() { pass_time(plan, &self.costs, true) } else { later };
+        self.passes(first, later) + self.optimizer
+    }
+
+    fn promise(&self, plan: &StepPlan, first: &Timeline, later: &Timeline, peak_bytes: TierBytes) -> Promise {
+        let sum = |of: &dyn Fn(&Timeline) -> Seconds| self.passes(of(first), of(later));
+        let (step, forward) = (sum(&|t| t.total()), sum(&|t| t.forward(plan)));
+        let exposed = [first.exposed(), later.exposed()];
+        let each = |of: fn(&ExposedSeconds) -> Seconds| self.passes(of(&exposed[0]), of(&exposed[1]));
         Promise {
-            step_s: Seconds(times * timeline.total().get()) + self.optimizer,
-            forward_s: Seconds(times * forward.get()),
-            backward_s: Seconds(times * backward.get()),
+            step_s: step + self.optimizer,
+            forward_s: forward,
+            backward_s: step - forward,
             optimizer_s: self.optimizer,
             exposed_s: ExposedSeconds {
-                d2h: Seconds(times * exposed.d2h.get()),
-                h2d: Seconds(times * exposed.h2d.get()),
-                nvme_write: Seconds(times * exposed.nvme_write.get()),
-                nvme_read: Seconds(times * exposed.nvme_read.get()),
+                d2h: each(|e| e.d2h),
+                h2d: each(|e| e.h2d),
+                nvme_write: each(|e| e.nvme_write),
+                nvme_read: each(|e| e.nvme_read),
             },
             peak_bytes,
         }
@@ -282,6 +315,7 @@ impl StepProblem {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::span::Lane;
     use crate::steps::step;
 
     const MIB: Bytes = Bytes::from_mib(1);
@@ -303,6 +337,38 @@ mod tests {
         assert_eq!(verified.promise.peak_bytes.hbm, MIB * 116);
         let step_ms = 2.0 * (4.0 * 10.0 + 5.0 + 4.0 * (11.0 + 20.0)) + 7.0;
         assert!((verified.promise.step_s.as_ms() - step_ms).abs() < 1e-9);
+    }
+
+    /// Three layers whose gradients take 30 ms each way, and a loss that needs all HBM, so that nothing comes in before it has ended at
+    /// 35 ms. In the first micro-batch backwards of 20 ms follow forwards that save, of 11 ms: 46 to 66, 77 to 97, 108 to 128, and the last
+    /// gradients are home at 158. In later ones sums arrive at 65, 95 and 125: backwards start at 65, 96 and 127, and the end is at 177.
+    #[test]
+    fn the_first_micro_batch_brings_no_sums_in() {
+        for (micro_batches, first, later) in [(1, 1.0, 0.0), (2, 1.0, 1.0), (4, 1.0, 3.0)] {
+            let mut problem = problem(3, MIB * 300);
+            problem.streamed.gradients = vec![Bytes(30_000_000); 3];
+            problem.workspaces.loss = Bytes(110_000_000);
+            problem.budgets.host = MIB * 100;
+            problem.micro_batches = micro_batches;
+            let schedule = Schedule::named("checkpoint", &problem.boundary_bytes, false);
+            let verified = problem.verify(&schedule).unwrap();
+            let promise = verified.promise;
+            let near =
+                |time: Seconds, ms: f64| assert!((time.as_ms() - ms).abs() < 1e-9, "{time}, not {ms} ms");
+            near(promise.step_s, first * 158.0 + later * 177.0 + 7.0);
+            near(promise.forward_s, (first + later) * 30.0);
+            near(promise.backward_s, first * 128.0 + later * 147.0);
+            near(promise.exposed_s.h2d, later * 19.0);
+            near(promise.exposed_s.total(), later * 19.0);
+            near(problem.step_time(&verified.plan), promise.step_s.as_ms());
+            near(verified.first().total(), 158.0);
+            near(verified.timeline.total(), if later > 0.0 { 177.0 } else { 158.0 });
+            let brought = |timeline: &Timeline| -> Bytes {
+                timeline.spans.iter().filter(|s| s.lane == Lane::H2d).map(|s| s.bytes).sum()
+            };
+            assert_eq!(brought(verified.first()), Bytes::ZERO);
+            assert_eq!(brought(&verified.timeline).get(), if later > 0.0 { 90_000_000 } else { 0 });
+        }
     }
 
     #[test]

@@ -91,7 +91,20 @@ pub struct Timeline {
 /// # Panics
 /// When `costs` has fewer layers than `plan`.
 pub fn simulate(plan: &StepPlan, costs: &StepCosts) -> Timeline {
-    let pass = engine::run(plan, costs);
+    spans(plan, costs, false)
+}
+
+/// The same for the first micro-batch of a step that adds up several: what would bring in sums of streamed gradients moves nothing then
+/// and takes no time.
+///
+/// # Panics
+/// When `costs` has fewer layers than `plan`.
+pub fn simulate_first(plan: &StepPlan, costs: &StepCosts) -> Timeline {
+    spans(plan, costs, true)
+}
+
+fn spans(plan: &StepPlan, costs: &StepCosts, first: bool) -> Timeline {
+    let pass = engine::run(plan, costs, first);
     let spans = plan
         .tasks()
         .enumerate()
@@ -100,19 +113,16 @@ pub fn simulate(plan: &StepPlan, costs: &StepCosts) -> Timeline {
             lane: task.lane,
             start: Seconds(pass.start[t]),
             end: Seconds(pass.end[t]),
-            bytes: task.bytes,
+            bytes: engine::moved(plan, task, first),
             blocked_on: pass.blocked_on[t],
         })
         .collect();
     Timeline { spans }
 }
 
-/// What [`Timeline::total`] of a simulation would be, without making the spans.
-///
-/// # Panics
-/// When `costs` has fewer layers than `plan`.
-pub fn step_time(plan: &StepPlan, costs: &StepCosts) -> Seconds {
-    Seconds(engine::run(plan, costs).end.into_iter().fold(0.0, f64::max))
+/// What [`Timeline::total`] of a simulation would be, without making the spans; `first`: of the first micro-batch.
+pub(crate) fn pass_time(plan: &StepPlan, costs: &StepCosts, first: bool) -> Seconds {
+    Seconds(engine::run(plan, costs, first).end.into_iter().fold(0.0, f64::max))
 }
 
 impl Timeline {

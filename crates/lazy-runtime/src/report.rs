@@ -124,29 +124,36 @@ impl StepReport {
         self.timeline.total() - self.timeline.spans.first().map_or(Seconds::ZERO, |s| s.start)
     }
 
-    /// This step beside what a simulation of one micro-batch of its plan says, and measured extents beside the plan's with `resident`
-    /// bytes of HBM.
-    pub fn compare(&self, plan: &StepPlan, predicted: &Timeline, resident: Bytes) -> Comparison {
-        let times = (self.timeline.spans.len() / self.tasks.max(1)) as f64;
+    /// This step beside what simulations of its plan say, `first` of the first micro-batch and `later` of each of the others, and measured
+    /// extents beside the plan's with `resident` bytes of HBM.
+    pub fn compare(
+        &self,
+        plan: &StepPlan,
+        first: &Timeline,
+        later: &Timeline,
+        resident: Bytes,
+    ) -> Comparison {
+        let after = (self.timeline.spans.len() / self.tasks.max(1)) as f64 - 1.0;
+        let sum = |of: &dyn Fn(&Timeline) -> f64| of(first) + after * of(later);
         let again = |timeline: &Timeline| -> f64 {
             let pairs = plan.tasks().zip(&timeline.spans);
             let again = pairs.filter(|(task, _)| matches!(task.work, Work::Recompute { .. }));
             again.map(|(_, span)| span.duration().get()).sum()
         };
-        let forward = predicted.forward(plan).get();
         let seconds = |what: &str, predicted: f64, measured: Seconds| Compared {
             what: what.to_owned(),
-            predicted: times * predicted,
+            predicted,
             measured: measured.get(),
             unit: "s",
         };
+        let (total, forward) = (sum(&|t| t.total().get()), sum(&|t| t.forward(plan).get()));
         let mut rows = vec![
-            seconds("step", predicted.total().get(), self.total()),
+            seconds("step", total, self.total()),
             seconds("forward", forward, self.forward),
-            seconds("backward", predicted.total().get() - forward, self.backward),
-            seconds("recompute", again(predicted), self.recompute),
+            seconds("backward", total - forward, self.backward),
+            seconds("recompute", sum(&again), self.recompute),
         ];
-        let promised = predicted.exposed();
+        let promised = [first.exposed(), later.exposed()];
         let pick = |exposed: &ExposedSeconds, lane| match lane {
             Lane::D2h => exposed.d2h,
             Lane::H2d => exposed.h2d,
@@ -154,12 +161,13 @@ impl StepReport {
             _ => exposed.nvme_read,
         };
         for lane in [Lane::D2h, Lane::H2d, Lane::NvmeWrite, Lane::NvmeRead] {
-            let busy = |timeline: &Timeline| -> Seconds {
-                timeline.spans.iter().filter(|s| s.lane == lane).map(Span::duration).sum()
+            let busy = |timeline: &Timeline| -> f64 {
+                timeline.spans.iter().filter(|s| s.lane == lane).map(|s| s.duration().get()).sum()
             };
-            rows.push(seconds(&format!("{lane} busy"), busy(predicted).get(), busy(&self.timeline)));
-            let (promised, measured) = (pick(&promised, lane), pick(&self.exposed, lane));
-            rows.push(seconds(&format!("{lane} exposed"), promised.get(), measured));
+            rows.push(seconds(&format!("{lane} busy"), sum(&busy), Seconds(busy(&self.timeline))));
+            let [in_first, in_later] = promised.map(|exposed| pick(&exposed, lane).get());
+            let exposed = in_first + after * in_later;
+            rows.push(seconds(&format!("{lane} exposed"), exposed, pick(&self.exposed, lane)));
         }
         for tier in Tier::ALL {
             let resident = if tier == Tier::Hbm { resident } else { Bytes::ZERO };

@@ -47,10 +47,13 @@ fn a_step_reaches_as_far_into_hbm_as_its_plan_says_to_the_byte() {
 fn the_comparison_sets_what_was_reached_beside_what_was_promised() {
     let dir = folder();
     let (mut executor, mut program) =
-        set_up("N-C-G--CG", NO_KEEP, 2, resident(1), &running(QueueOrder::Threads, dir.path()));
-    let report = executor.run(&mut program, &step(0, 1)).unwrap();
+        set_up("N-C-G--CG", NO_KEEP, 2, streamed(false, 3), &running(QueueOrder::Threads, dir.path()));
+    let report = executor.run(&mut program, &step(0, 3)).unwrap();
     let resident = executor.model().resident();
-    let comparison = report.compare(program.plan(), &report.pass(0), resident);
+    let (first, later) = (report.pass(0), report.pass(1));
+    let comparison = report.compare(program.plan(), &first, &later, resident);
+    let predicted = first.total().get() + 2.0 * later.total().get();
+    assert!((comparison.rows[0].predicted - predicted).abs() < 1e-9, "{comparison}");
     let needs = executor.model().needs(program.plan());
     for tier in Tier::ALL {
         let row = comparison.rows.iter().find(|row| row.what == format!("{tier} extent")).unwrap();
@@ -59,7 +62,7 @@ fn the_comparison_sets_what_was_reached_beside_what_was_promised() {
     // An evaluation needs less, and says so.
     let mut evaluation = executor.prepare_evaluation().unwrap();
     let least = executor.model().needs(evaluation.plan());
-    let report = executor.run(&mut evaluation, &step(0, 1)).unwrap();
+    let report = executor.run(&mut evaluation, &step(0, 3)).unwrap();
     assert!(report.extents == least && least.hbm < needs.hbm);
 }
 

@@ -199,7 +199,7 @@ fn least_segment(chain: &CostChain, deadline: Option<Instant>) -> Option<usize> 
 ///
 /// Every size named was planned with. What is looked at together gets equal shares of the time limit; where that ends a search, the least
 /// that was found to suffice is named. Empty when nothing was found before the limit.
-pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy> {
+pub fn explain_step(problem: &StepProblem, options: &StepOptions<'_>) -> Vec<Remedy> {
     let search = Search::new(problem, options);
     let [hbm, host, nvme] = Tier::ALL;
     let sets: [&[&[Tier]]; 3] =
@@ -222,7 +222,7 @@ pub fn explain_step(problem: &StepProblem, options: &StepOptions) -> Vec<Remedy>
 /// The search for caps that suffice.
 struct Search<'a> {
     problem: &'a StepProblem,
-    options: &'a StepOptions,
+    options: &'a StepOptions<'a>,
     started: Instant,
     /// Sizes are told apart by this.
     step: Bytes,
@@ -231,7 +231,7 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    fn new(problem: &'a StepProblem, options: &'a StepOptions) -> Search<'a> {
+    fn new(problem: &'a StepProblem, options: &'a StepOptions<'a>) -> Search<'a> {
         let largest = problem.boundary_bytes.iter().copied().max().unwrap_or_default();
         let all = problem.boundary_bytes.iter().chain(&problem.saved_bytes).copied().sum::<Bytes>();
         let step = Bytes((largest.get() / 1000).max(1));

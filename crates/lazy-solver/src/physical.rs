@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use lazy_model::schedule::Prediction;
 use lazy_model::step::StepPlan;
-use lazy_model::timeline::{LinkRates, step_time};
+use lazy_model::timeline::LinkRates;
 use lazy_model::{
     Bytes, BytesPerSecond, CostChain, Keep, Placement, Schedule, Seconds, StepProblem, Streamed, Tier,
     TierBytes, Verified, VerifyError, Windows,
@@ -45,7 +45,7 @@ struct Round {
 /// When the solver refuses the chain.
 pub(crate) fn solve_physical(
     problem: &StepProblem,
-    options: &StepOptions,
+    options: &StepOptions<'_>,
     clock: &Clock,
 ) -> Result<Option<StepSolution>, StepFailure> {
     let mut best: Option<Round> = None;
@@ -168,7 +168,7 @@ impl Tried {
 
 fn refine(
     problem: &StepProblem,
-    options: &StepOptions,
+    options: &StepOptions<'_>,
     staging: Option<Bytes>,
     clock: &Clock,
 ) -> Result<Option<Round>, StepFailure> {
@@ -365,12 +365,11 @@ pub(crate) fn predict(
             *placement = Placement::Hbm;
         }
     }
-    let arithmetic = StepPlan::with_sizes(&still, &problem.sizes())
-        .map_or(Seconds::ZERO, |plan| step_time(&plan, &problem.costs));
+    let alone = StepPlan::with_sizes(&still, &problem.sizes())
+        .map_or(problem.optimizer, |plan| problem.step_time(&plan));
     let exposed = solution.evaluation.as_ref().map_or(0.0, |e| e.exposed_ms.total());
     let boundaries = Seconds::from_ms((exposed - mandatory_overflow_ms(chain)).max(0.0));
-    let pass = arithmetic.get() + boundaries.get();
-    Seconds(problem.micro_batches as f64 * pass) + problem.optimizer
+    alone + problem.passes(boundaries, boundaries)
 }
 
 /// The least predicted step time of any plan of `chain`, where the solver proved a bound: arithmetic without recomputation, and what the
@@ -383,8 +382,8 @@ pub(crate) fn least_step(problem: &StepProblem, chain: &CostChain, solution: &So
     let nvme = if chain.nvme_budget_bytes > Bytes::ZERO { chain.nvme_tiebreak } else { 0.0 };
     let weights = (chain.checkpoint_penalty + nvme) * (chain.layers + 1) as f64;
     let recomputed = (bound - weights - mandatory_overflow_ms(chain)).max(0.0);
-    let pass = arithmetic.get() + recomputed / 1e3;
-    Some(Seconds(problem.micro_batches as f64 * pass) + problem.optimizer)
+    let pass = arithmetic + Seconds::from_ms(recomputed);
+    Some(problem.passes(pass, pass) + problem.optimizer)
 }
 
 /// No plan that keeps the caps has a shorter step, simulated or run: arithmetic with the least recomputation that the caps allow, as if links
@@ -398,8 +397,8 @@ pub(crate) fn least_step(problem: &StepProblem, chain: &CostChain, solution: &So
 pub fn step_bound(problem: &StepProblem, options: &SolveOptions) -> Result<Option<Seconds>, SolverError> {
     let chain = relaxed(problem);
     let solution = solve(&chain, &SolveOptions { tie_break: TieBreak::Weighted, ..*options })?;
-    let waits = Seconds(problem.micro_batches as f64 * waits_for_copies(problem).get());
-    Ok(least_step(problem, &chain, &solution).map(|step| step + waits))
+    let waits = waits_for_copies(problem);
+    Ok(least_step(problem, &chain, &solution).map(|step| step + problem.passes(waits, waits)))
 }
 
 /// How long arithmetic waits for copies in where HBM has no room for what the next layer reads while a layer runs backward.
@@ -458,7 +457,7 @@ pub(crate) fn relaxed(problem: &StepProblem) -> CostChain {
     chain
 }
 
-/// What streamed weights stick out of the windows whatever is placed where.
+/// What streamed weights and sums of gradients stick out of the windows whatever is placed where.
 fn mandatory_overflow_ms(chain: &CostChain) -> f64 {
     let windows = chain.layer_backward_window_ms.as_ref().unwrap_or(&chain.layer_window_ms);
     let over = windows

@@ -8,10 +8,11 @@ use lazy_model::{
 };
 
 use crate::baselines::step_candidates;
-use crate::carry::carry_out;
+use crate::carry::{carry_out, promised};
 use crate::physical::{
     Clock, MOST_REFINEMENTS, NEAR, actual_windows, chain_room, correct, keep_more, predict,
 };
+use crate::search::tolerance;
 use crate::solve::{Method, Solution, Status};
 use crate::step::{StepOptions, StepSolution, best_execution};
 
@@ -39,7 +40,7 @@ pub(crate) type Carried = (Schedule, Verified);
 /// small changes make of the best of them.
 pub(crate) fn polish(
     problem: &StepProblem,
-    options: &StepOptions,
+    options: &StepOptions<'_>,
     found: StepSolution,
     reference: Option<StepSolution>,
     clock: &Clock,
@@ -56,6 +57,7 @@ pub(crate) fn polish(
         let StepSolution { schedule, verified, .. } = keep_more(problem, reference);
         consider(Some((schedule, verified)), &mut best);
     }
+    known(problem, options).for_each(|carried| consider(Some(carried), &mut best));
     for (_, schedule) in step_candidates(problem, &found.chain) {
         let so_far = best.as_ref().map_or(&found.verified, |b| &b.1).promise.step_s;
         // Even when time is up: that no plan made by hand is faster is a promise, and they are few.
@@ -74,8 +76,24 @@ pub(crate) fn polish(
     }
 }
 
+/// Those of the known plans that keep the caps and the limit of blocks, as they are.
+pub(crate) fn known<'a>(
+    problem: &'a StepProblem,
+    options: &StepOptions<'a>,
+) -> impl Iterator<Item = Carried> + 'a {
+    let list = if options.prefetch.is_none() { options.known } else { &[] };
+    let short = |schedule: &&Schedule| {
+        let skipped = schedule.placement.split(|p| *p != Placement::Recompute).map(<[Placement]>::len);
+        skipped.max().unwrap_or_default() < problem.max_segment
+    };
+    list.iter().filter(short).filter_map(|schedule| {
+        let verified = problem.verify(schedule).ok()?;
+        Some((promised(schedule.clone(), &verified), verified))
+    })
+}
+
 /// The fastest plan made by hand that fits, where the search found none.
-pub(crate) fn by_hand(problem: &StepProblem, options: &StepOptions) -> Option<StepSolution> {
+pub(crate) fn by_hand(problem: &StepProblem, options: &StepOptions<'_>) -> Option<StepSolution> {
     let chain = problem.keep_chain(&chain_room(problem), &problem.windows());
     let carried = step_candidates(problem, &chain)
         .into_iter()
@@ -140,11 +158,11 @@ pub(crate) fn arithmetic(problem: &StepProblem, schedule: &Schedule) -> Seconds 
             pass += costs.forward[l - 1];
         }
     }
-    Seconds(problem.micro_batches as f64 * pass.get()) + problem.optimizer
+    problem.passes(pass, pass) + problem.optimizer
 }
 
 /// Takes each change that makes the step faster, until none does or enough were tried. Nothing where none does.
-fn climb(problem: &StepProblem, options: &StepOptions, start: Carried, clock: &Clock) -> Option<Carried> {
+fn climb(problem: &StepProblem, options: &StepOptions<'_>, start: Carried, clock: &Clock) -> Option<Carried> {
     let (mut best, mut improved) = (start, false);
     let mut left = MOST_LAYERS / best.0.layers.max(1);
     'again: loop {
@@ -282,27 +300,37 @@ pub(crate) fn adopt(
 ) -> StepSolution {
     let keep: Vec<Keep> =
         schedule.keep.iter().map(|&k| if k { Keep::Hbm } else { Keep::Recompute }).collect();
-    let chain = match found.chain.hbm_cap_bytes {
-        Some(_) => found.chain,
-        None => problem.keep_chain(&chain_room(problem), &problem.windows()),
+    let keeps = found.chain.hbm_cap_bytes.is_some();
+    let chain = match keeps {
+        true => found.chain,
+        false => problem.keep_chain(&chain_room(problem), &problem.windows()),
     };
-    let evaluation = judge(&chain, &schedule.placement, &keep);
+    // Where the plan is one of the chain's own that is as good as its optimum, what was proven holds for it.
+    let own = evaluate_keep(&chain, &schedule.placement, &keep).ok();
+    let proven = keeps
+        && found.solution.status == Status::Optimal
+        && own
+            .as_ref()
+            .zip(found.solution.objective_ms)
+            .is_some_and(|(own, least)| own.objective_ms <= least + tolerance(least));
+    let evaluation = own.or_else(|| judge(&chain, &schedule.placement, &keep));
     let objective_ms = evaluation.as_ref().map(|e| e.objective_ms);
+    let bound_ms = found.solution.bound_ms.filter(|_| proven);
     let solution = Solution {
-        status: Status::Feasible,
+        status: if proven { Status::Optimal } else { Status::Feasible },
         placement: Some(schedule.placement.clone()),
         keep: Some(keep),
         evaluation,
         objective_ms,
-        bound_ms: None,
-        gap: None,
-        message: Some(why.into()),
+        bound_ms,
+        gap: found.solution.gap.filter(|_| proven),
+        message: (!proven).then(|| why.into()),
         ..found.solution
     };
-    schedule.solve.status = Status::Feasible.name().into();
+    schedule.solve.status = solution.status.name().into();
     schedule.solve.method.clone_from(&found.schedule.solve.method);
     schedule.solve.solver.clone_from(&found.schedule.solve.solver);
-    (schedule.solve.objective_ms, schedule.solve.bound_ms) = (objective_ms, None);
+    (schedule.solve.objective_ms, schedule.solve.bound_ms) = (objective_ms, bound_ms);
     schedule.solve.solve_s = found.schedule.solve.solve_s;
     schedule.chain_hash = chain.hash();
     schedule.promise = Some(verified.promise);

@@ -14,6 +14,7 @@ use lazy_model::{Bytes, BytesPerSecond, CostChain, Seconds, StepProblem, Tier, W
 
 use crate::explain::{Raise, Remedy, explain_step};
 use crate::physical::{AT_ONCE, Clock, least_step};
+use crate::problem::gcd;
 use crate::solve::{SolveOptions, solve};
 use crate::step::{Objective, StepFailure, StepOptions, StepSolution, solve_step};
 
@@ -67,7 +68,7 @@ pub fn solve_ranks(
     host: &StepProblem,
     ranks: usize,
     peer: Option<BytesPerSecond>,
-    options: &StepOptions,
+    options: &StepOptions<'_>,
 ) -> Result<RanksSolution, StepFailure> {
     let clock = Clock { limit: options.solve.time_limit, started: Instant::now() };
     let share = share(host, ranks);
@@ -86,7 +87,7 @@ pub fn solve_ranks(
 }
 
 /// [`explain_step`] for ranks that share a host: what is named of host RAM and NVMe is the whole host's, of HBM each rank's.
-pub fn explain_ranks(host: &StepProblem, ranks: usize, options: &StepOptions) -> Vec<Remedy> {
+pub fn explain_ranks(host: &StepProblem, ranks: usize, options: &StepOptions<'_>) -> Vec<Remedy> {
     let n = ranks.max(1) as u64;
     let of_host = |tier: Tier, budget: Bytes, smallest: Bytes| match tier {
         Tier::Hbm => Raise { tier, budget, smallest },
@@ -172,7 +173,7 @@ fn arithmetic(host: &StepProblem) -> Seconds {
     let costs = &host.costs;
     let layers: Seconds = costs.saving_forward.iter().chain(&costs.backward).copied().sum();
     let pass = costs.prologue + layers + costs.epilogue + costs.prologue_backward;
-    Seconds(host.micro_batches as f64 * pass.get()) + host.optimizer
+    host.passes(pass, pass) + host.optimizer
 }
 
 /// One rank that has the host to itself, all of it as host RAM, and links that take no time: what even it recomputes, every rank does.
@@ -225,6 +226,8 @@ struct Shared {
     carried: Bytes,
     /// The smallest staging buffer.
     staging: Bytes,
+    /// Sums of sizes of boundaries are multiples of this.
+    unit: u64,
 }
 
 impl Shared {
@@ -249,7 +252,8 @@ impl Shared {
         let drives = carried(links.nvme_write, links.nvme_read);
         let nvme = if room >= staging { host.budgets.nvme.min(drives) } else { Bytes::ZERO };
         let carried = links.contention.shared.map_or(Bytes(u64::MAX), |rate| carried(rate, rate));
-        Shared { ranks, host: room, nvme, carried, staging }
+        let sizes: Vec<u64> = host.boundary_bytes.iter().map(|bytes| bytes.get()).collect();
+        Shared { ranks, host: room, nvme, carried, staging, unit: gcd(&sizes).max(1) }
     }
 
     /// Whether less time would leave less room off HBM.
@@ -260,13 +264,14 @@ impl Shared {
     /// The most that the rank with the least off HBM can have there. Ranks that use NVMe stage through a buffer each: where `k` of them do,
     /// some rank has at most the average of what is left, and some rank without NVMe at most the average of the host RAM that is left.
     fn most_off_hbm(&self) -> Bytes {
-        let all = (self.host + self.nvme).min(self.carried);
+        let whole = |bytes: u64| bytes / self.unit * self.unit;
         let users = if self.nvme > Bytes::ZERO { self.ranks } else { 0 };
         let with = |k: u64| {
-            let staged = Bytes(self.staging.get().saturating_mul(k));
-            let average = (self.host + self.nvme).saturating_sub(staged).min(all).get() / self.ranks;
-            let others = self.host.saturating_sub(staged).get().checked_div(self.ranks - k);
-            Bytes(others.map_or(average, |others| others.min(average)))
+            let host = self.host.get().saturating_sub(self.staging.get().saturating_mul(k));
+            let all = whole(host).saturating_add(whole(self.nvme.get())).min(self.carried.get());
+            let average = all / self.ranks;
+            let others = host.checked_div(self.ranks - k);
+            Bytes(whole(others.map_or(average, |others| others.min(average))))
         };
         let possible = (0..=users).filter(|&k| self.staging.get().saturating_mul(k) <= self.host.get());
         possible.map(with).max().unwrap_or_default()
@@ -290,5 +295,29 @@ pub fn exchange(one: &StepProblem, ranks: usize, peer: BytesPerSecond) -> Second
         queue = (queue + bytes - window.get()).max(0.0);
     }
     exposed += queue;
-    Seconds(exposed * one.micro_batches as f64)
+    one.passes(Seconds(exposed), Seconds(exposed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::steps::{MIB, step};
+
+    /// Eight ranks with 56.4 boundaries in host RAM and 158.9 on NVMe: where all use NVMe, 48 and 158 are left for boundaries, so one rank
+    /// has 25 at most. Seven of them could leave 49 to be shared and the eighth without NVMe: 207 in all, 25 again. Of sizes that have no
+    /// divisor in common, the average of the bytes counts.
+    #[test]
+    fn boundaries_of_one_size_are_whole() {
+        let mut host = step(4, [64, 0, 0], 1.0);
+        host.budgets.host = Bytes(MIB.get() * 564 / 10);
+        host.budgets.nvme = Bytes(MIB.get() * 1589 / 10);
+        let (long, none) = (Seconds(1e3), Seconds::ZERO);
+        let most = |host: &StepProblem| Shared::of(host, 8, long, none).most_off_hbm();
+        assert_eq!(most(&host), MIB * 25);
+        host.boundary_bytes[1] = Bytes(MIB.get() + 1);
+        assert!(most(&host) > MIB * 26 && most(&host) < Bytes(MIB.get() * 264 / 10), "{}", most(&host));
+        // Of one rank alone nothing is averaged.
+        let one = Shared::of(&step(4, [64, 3, 0], 1.0), 1, long, none);
+        assert_eq!(one.most_off_hbm(), MIB * 3);
+    }
 }

@@ -33,7 +33,7 @@ pub use crate::carry::carry_out;
 use crate::error::SolverError;
 pub use crate::physical::step_bound;
 use crate::physical::{Clock, keep_more, nothing_fits, solve_physical};
-use crate::polish::{NO_CHAIN, adopt, by_hand, by_rule, polish, reference_may_help};
+use crate::polish::{NO_CHAIN, adopt, by_hand, by_rule, known, polish, reference_may_help};
 use crate::solve::{Solution, SolveOptions, Status, solve};
 use crate::spill::spilled;
 
@@ -58,13 +58,16 @@ pub enum Objective {
 
 /// How to plan a step.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct StepOptions {
+pub struct StepOptions<'a> {
     /// What to minimise.
     pub objective: Objective,
     /// How to solve each chain.
     pub solve: SolveOptions,
     /// Blocks to read ahead; `None`: as many as the time line says are worth their memory.
     pub prefetch: Option<usize>,
+    /// Plans that were made for less memory, slower links or shorter blocks: the physical objective's plan is no slower than any of them that
+    /// keeps the caps, so that more of anything is never worse. With [`prefetch`](Self::prefetch) they are not looked at.
+    pub known: &'a [Schedule],
 }
 
 /// A step's schedule, and everything that was found on the way.
@@ -137,7 +140,7 @@ pub enum StepFailure {
 ///
 /// # Errors
 /// See [`StepFailure`].
-pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSolution, StepFailure> {
+pub fn solve_step(problem: &StepProblem, options: &StepOptions<'_>) -> Result<StepSolution, StepFailure> {
     let (always, mut room) = (problem.always(), TierBytes::default());
     for tier in Tier::ALL {
         let (budget, fixed) = (problem.budgets.get(tier), always.get(tier));
@@ -166,11 +169,14 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions) -> Result<StepSo
 /// no room for, boundaries alone may still fit.
 fn without_chain(
     problem: &StepProblem,
-    options: &StepOptions,
+    options: &StepOptions<'_>,
     room: TierBytes,
     clock: &Clock,
 ) -> Result<StepSolution, StepFailure> {
+    let step = |found: &StepSolution| found.verified.promise.step_s.get();
+    let known = known(problem, options).filter_map(|carried| by_rule(problem, Some(carried)));
     let spilled = by_rule(problem, spilled(problem, options.prefetch, clock));
+    let spilled = known.chain(spilled).min_by(|a, b| step(a).total_cmp(&step(b)));
     if spilled.is_none() && nothing_fits(problem, &clock.share(&options.solve)) {
         return Err(unplaceable(problem, room));
     }
@@ -179,7 +185,6 @@ fn without_chain(
         let (schedule, verified) = (found.schedule.clone(), found.verified.clone());
         adopt(problem, found, schedule, verified, NO_CHAIN)
     });
-    let step = |found: &StepSolution| found.verified.promise.step_s.get();
     let (reference, why) = match reference {
         Ok(found) => (Some(found), None),
         Err(why) => (None, Some(why)),
@@ -202,7 +207,7 @@ fn refused(problem: &StepProblem, room: TierBytes, why: StepFailure) -> StepFail
 /// The plan of the reference's chain: nothing kept, HBM for boundaries a simple sum that shrinks until the step fits.
 fn without_keep(
     problem: &StepProblem,
-    options: &StepOptions,
+    options: &StepOptions<'_>,
     room: TierBytes,
     clock: &Clock,
 ) -> Result<StepSolution, StepFailure> {
@@ -226,7 +231,7 @@ fn without_keep(
 /// [`solve_step`] with one limit on the length of blocks.
 fn solve_blocks(
     problem: &StepProblem,
-    options: &StepOptions,
+    options: &StepOptions<'_>,
     whole: TierBytes,
     clock: &Clock,
 ) -> Result<StepSolution, StepFailure> {

@@ -302,6 +302,74 @@ fn in_the_least_hbm_arithmetic_waits_for_copies_alone() {
     }
 }
 
+/// Six layers' gradients of 20 ms each way, of which all but the first micro-batch bring sums in: the objective foresees what the simulation
+/// promises, and per micro-batch a step of many is slower than one of a single one by what those sums take.
+#[test]
+fn sums_of_gradients_are_foreseen_where_they_come_in() {
+    let mut of_each = Vec::new();
+    for micro_batches in [1, 2, 5] {
+        let mut problem = problem(6, [40, 14, 0], 10.0);
+        problem.streamed.gradients = vec![MIB * 2; 6];
+        problem.micro_batches = micro_batches;
+        let found = solve_step(&problem, &StepOptions::default()).unwrap();
+        let prediction = found.schedule.solve.prediction.unwrap();
+        assert!(prediction.gap.abs() <= 0.03, "{micro_batches}: {prediction:?}");
+        of_each.push(found.verified.promise.step_s.as_ms() / micro_batches as f64);
+    }
+    assert!(of_each[0] <= of_each[1] + 1e-6 && of_each[1] <= of_each[2] + 1e-6, "{of_each:?}");
+}
+
+/// A plan for less is a plan for more, whichever tier is raised and however little time there is for a search.
+#[test]
+fn with_the_plan_for_less_more_is_never_slower() {
+    let count = cases(6);
+    let mut compared = 0;
+    for case in 0..count as u64 {
+        let draw = |salt: u64, below: u64| (case * 7919 + salt * 104_729) % 1_000_003 % below;
+        let layers = 4 + draw(1, 5) as usize;
+        let link_ms = [2.0, 7.0, 18.0][draw(2, 3) as usize];
+        let budgets = [14 + draw(3, 12), 1 + draw(4, 3), draw(5, 3)];
+        let mut last: Option<(f64, Schedule)> = None;
+        for raised in 0..4u64 {
+            let mut problem = problem(layers, budgets, link_ms);
+            problem.costs.forward[1] = Seconds::from_ms(4.0 + draw(6, 12) as f64);
+            problem.saved_bytes[0] = MIB * (6 + draw(7, 9));
+            *problem.budgets.get_mut(Tier::ALL[draw(8, 3) as usize]) += Bytes(MIB.get() * raised / 2);
+            let known: Vec<Schedule> = last.iter().map(|(_, schedule)| schedule.clone()).collect();
+            // Next to no time for a search: then above all the plan that is known must stand.
+            let time_limit = if raised == 3 { Some(Seconds(0.0)) } else { None };
+            let solve = SolveOptions { time_limit, ..SolveOptions::default() };
+            let options = StepOptions { known: &known, solve, ..StepOptions::default() };
+            let Ok(found) = solve_step(&problem, &options) else {
+                assert!(last.is_none(), "case {case}, {raised}: no plan where there was one");
+                continue;
+            };
+            let step = found.verified.promise.step_s.as_ms();
+            if let Some((before, _)) = &last {
+                compared += 1;
+                assert!(step <= before * (1.0 + 1e-8), "case {case}, {raised}: {step} ms after {before}");
+            }
+            last = Some((step, found.schedule));
+        }
+    }
+    assert!(compared >= 2 * count, "{compared}");
+}
+
+/// A known plan is looked at only where it is one of this step: of these layers, with blocks as long as allowed.
+#[test]
+fn plans_of_other_steps_are_not_taken_over() {
+    // With every boundary in HBM 18 MiB are needed, with three of one block recomputed 16.
+    let mut tight = problem(6, [17, 0, 0], 1.0);
+    let mut long = Schedule::named("given", &tight.boundary_bytes, false);
+    long.placement[1..4].fill(Placement::Recompute);
+    let known = [Schedule::named("given", &[MIB; 4], true), long];
+    let options = StepOptions { known: &known, ..StepOptions::default() };
+    for (max_segment, possible) in [(1, false), (3, true), (4, true)] {
+        tight.max_segment = max_segment;
+        assert_eq!(solve_step(&tight, &options).is_ok(), possible, "blocks of {max_segment}");
+    }
+}
+
 /// Six layers' weights and gradients fill 24 MiB of host RAM before any boundary is placed: the search does not count on them, spills
 /// to NVMe what does not fit beside them, and is no slower than the same step with as much host RAM for boundaries alone.
 #[test]

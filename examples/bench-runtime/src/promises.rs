@@ -260,7 +260,8 @@ impl<'a> Running<'a> {
         };
         let resident = self.executor.model().resident();
         let verified = &self.case.verified;
-        eprintln!("{}\n{}", self.case.name, report.compare(&verified.plan, &verified.timeline, resident));
+        let comparison = report.compare(&verified.plan, verified.first(), &verified.timeline, resident);
+        eprintln!("{}\n{comparison}", self.case.name);
         for wait in report.waits.iter().take(5) {
             eprintln!("    waited {:.3} ms for {} on {}", wait.time.as_ms(), wait.name, wait.lane);
         }

@@ -6,7 +6,7 @@ use crate::schedule::Schedule;
 use crate::span::Lane;
 use crate::step::{StepError, StepPlan, StepSizes, Work};
 use crate::timeline::{StepCosts, Timeline};
-use crate::units::{BoundaryIndex, BytesPerSecond, Placement, Seconds};
+use crate::units::{BoundaryIndex, Bytes, BytesPerSecond, Placement, Seconds};
 
 /// When a boundary leaves HBM and comes back.
 ///
@@ -321,7 +321,7 @@ impl<'a> TransferPlanner<'a> {
         }
     }
 
-    /// What is left of the way in beside streamed weights, as an average over the backward pass.
+    /// What is left of the way in beside streamed weights and sums of gradients, as an average over the backward pass.
     fn read_rate(&self) -> BytesPerSecond {
         let links = &self.costs.links;
         let streamed = self.sizes.streamed;
@@ -329,12 +329,13 @@ impl<'a> TransferPlanner<'a> {
             Some(both) if !streamed.gradients.is_empty() => both,
             _ => links.h2d,
         };
-        let n = streamed.weights.len();
-        if n == 0 {
+        let sums: &[Bytes] = if self.sizes.accumulate { &streamed.gradients } else { &[] };
+        let bytes: Bytes = streamed.weights.iter().chain(sums).copied().sum();
+        if bytes == Bytes::ZERO {
             return rate;
         }
+        let n = self.start.len() / 2 - 1;
         let backward = self.start[2 * n + 1] - self.start[n];
-        let weights = rate.time(streamed.weights.iter().copied().sum()).get();
-        BytesPerSecond(rate.get() * (1.0 - weights / backward).max(0.05))
+        BytesPerSecond(rate.get() * (1.0 - rate.time(bytes).get() / backward).max(0.05))
     }
 }

@@ -3,6 +3,7 @@
 use crate::span::Lane;
 use crate::step::{StepPlan, Task, Work};
 use crate::timeline::{LinkRates, StepCosts};
+use crate::units::Bytes;
 
 const LANES: usize = Lane::ALL.len();
 
@@ -25,7 +26,12 @@ struct Running {
     rate: f64,
 }
 
-pub(super) fn run(plan: &StepPlan, costs: &StepCosts) -> Pass {
+/// What a task moves; `first`: in the first micro-batch of a step, which has no sums of gradients to bring in.
+pub(super) fn moved(plan: &StepPlan, task: &Task, first: bool) -> Bytes {
+    if first && plan.brings_in_gradients(task) { Bytes::ZERO } else { task.bytes }
+}
+
+pub(super) fn run(plan: &StepPlan, costs: &StepCosts, first: bool) -> Pass {
     let tasks: Vec<&Task> = plan.tasks().collect();
     let waits = plan.waits();
     let mut queues: [Vec<usize>; LANES] = Default::default();
@@ -60,7 +66,8 @@ pub(super) fn run(plan: &StepPlan, costs: &StepCosts) -> Pass {
             }
             pass.start[task] = start;
             next[lane] += 1;
-            running[lane] = Some(begin(tasks[task], task, start, costs));
+            let bytes = moved(plan, tasks[task], first);
+            running[lane] = Some(begin(tasks[task], task, bytes, start, costs));
             changed = true;
         }
         if changed {
@@ -82,13 +89,13 @@ pub(super) fn run(plan: &StepPlan, costs: &StepCosts) -> Pass {
     }
 }
 
-fn begin(task: &Task, index: usize, start: f64, costs: &StepCosts) -> Running {
+fn begin(task: &Task, index: usize, bytes: Bytes, start: f64, costs: &StepCosts) -> Running {
     if task.work != Work::Copy {
         let end = start + costs.of(task).get();
         return Running { task: index, end, left: 0.0, since: start, rate: 0.0 };
     }
     let alone = alone(&costs.links, task.lane as usize);
-    let left = task.bytes.get() as f64;
+    let left = bytes.get() as f64;
     let end = if left > 0.0 { start + left / alone } else { start };
     Running { task: index, end, left, since: start, rate: alone }
 }

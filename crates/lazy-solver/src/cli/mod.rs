@@ -23,6 +23,7 @@ use given::GivenPlan;
 use next::Change;
 use plan::{Clock, Planned};
 use problem::{Input, ModelFacts, Problem};
+use sweep::Sweep;
 
 /// Runs the program.
 ///
@@ -60,7 +61,7 @@ fn run_one(args: &Args, problem: Problem) -> Result<ExitCode, String> {
 fn planned(args: &Args, problem: Problem, clock: &Clock) -> Result<Planned, String> {
     match &args.search.evaluate {
         Some(given) => plan::judge(problem, GivenPlan::read(given, args.search.keep.as_deref())?),
-        None => plan::make(problem, &args.options(), clock),
+        None => plan::make(problem, &args.options(), clock, &[]),
     }
 }
 
@@ -111,39 +112,65 @@ fn sizes(args: &Args, facts: &ModelFacts) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// One plan a value, each with the whole time limit. Rows of the table are printed as they come.
-fn run_sweep(args: &Args, sweep: &sweep::Sweep) -> Result<ExitCode, String> {
-    let at = |value: f64| move |e| format!("--sweep {}={}: {e}", sweep.flag, show::number(value));
-    let mut problems = Vec::new();
-    // A value that cannot be read is refused before the first is planned.
-    for (value, args) in sweep.each(args)? {
-        let Input::Problem(problem) = problem::read(&args).map_err(at(value))? else {
-            return Err(
-                "--sweep needs a machine or budgets to plan for: give --machine or the reference flags"
-                    .into(),
-            );
-        };
-        problems.push((value, *problem));
-    }
+/// One plan a value, each with the whole time limit. Rows of the table are printed in the order given, as soon as they are known.
+fn run_sweep(args: &Args, sweep: &Sweep) -> Result<ExitCode, String> {
+    let problems = sweep_problems(args, sweep)?;
     let json = args.output.json;
     if !json {
         output::print(&show::text::sweep_head(sweep.flag, &problems))?;
     }
     let (mut objects, mut refusals, mut failed) = (Vec::new(), String::new(), false);
-    for (value, problem) in problems {
-        let clock = Clock::start(&args.options());
-        let planned = plan::make(problem, &args.options(), &clock).map_err(at(value))?;
+    let mut row = |value: f64, planned: &Planned| -> Result<(), String> {
         failed |= planned.solution.status == Status::Failed;
         if json {
-            objects.push(show::json::of_sweep(sweep.flag, value, &planned));
-        } else {
-            output::print(&show::text::sweep_row(value, &planned))?;
-            if planned.solution.evaluation.is_none() {
-                let value = show::number(value);
-                refusals += &format!("\n{}={value}: {}\n", sweep.flag, show::refusal(&planned));
-            }
+            objects.push(show::json::of_sweep(sweep.flag, value, planned));
+            return Ok(());
+        }
+        output::print(&show::text::sweep_row(value, planned))?;
+        if planned.solution.evaluation.is_none() {
+            let value = show::number(value);
+            refusals += &format!("\n{}={value}: {}\n", sweep.flag, show::refusal(planned));
+        }
+        Ok(())
+    };
+    // From the smallest value up: a plan for less is allowed where there is more, so no row is worse than one of a smaller value.
+    let (values, mut waiting): (Vec<f64>, Vec<Option<Problem>>) =
+        problems.into_iter().map(|(value, problem)| (value, Some(problem))).unzip();
+    let mut upwards: Vec<usize> = (0..values.len()).collect();
+    upwards.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
+    let mut done: Vec<Option<Planned>> = values.iter().map(|_| None).collect();
+    let (mut known, mut shown) = (Vec::new(), 0);
+    for at in upwards {
+        let Some(problem) = waiting[at].take() else { continue };
+        let clock = Clock::start(&args.options());
+        let planned = plan::make(problem, &args.options(), &clock, &known)
+            .map_err(|e| at_value(sweep, values[at], &e))?;
+        if let Some(schedule) = &planned.schedule {
+            known = vec![schedule.clone()];
+        }
+        done[at] = Some(planned);
+        while let Some(planned) = done.get_mut(shown).and_then(Option::take) {
+            row(values[shown], &planned)?;
+            shown += 1;
         }
     }
     output::print(&if json { serde_json::Value::from(objects).to_string() + "\n" } else { refusals })?;
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// The problem of each value; one that cannot be read is refused before the first is planned.
+fn sweep_problems(args: &Args, sweep: &Sweep) -> Result<Vec<(f64, Problem)>, String> {
+    let read = |(value, args): (f64, Args)| match problem::read(&args) {
+        Ok(Input::Problem(problem)) => Ok((value, *problem)),
+        Ok(Input::Sizes(_)) => {
+            Err("--sweep needs a machine or budgets to plan for: give --machine or the reference flags"
+                .into())
+        }
+        Err(e) => Err(at_value(sweep, value, &e)),
+    };
+    sweep.each(args)?.into_iter().map(read).collect()
+}
+
+fn at_value(sweep: &Sweep, value: f64, error: &str) -> String {
+    format!("--sweep {}={}: {error}", sweep.flag, show::number(value))
 }

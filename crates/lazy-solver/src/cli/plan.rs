@@ -148,10 +148,15 @@ impl Planned {
     }
 }
 
-/// Solves the problem, explains it where it has no plan, and judges the rivals.
-pub(crate) fn make(problem: Problem, options: &SolveOptions, clock: &Clock) -> Result<Planned, String> {
+/// Solves the problem, explains it where it has no plan, and judges the rivals. Of a step the plan is no slower than those `known`.
+pub(crate) fn make(
+    problem: Problem,
+    options: &SolveOptions,
+    clock: &Clock,
+    known: &[Schedule],
+) -> Result<Planned, String> {
     let mut planned = match &problem.step {
-        Some(_) => solve_whole_step(problem, options)?,
+        Some(_) => solve_whole_step(problem, options, known)?,
         None => {
             let solution = solve(&problem.chain, options).map_err(|e| e.to_string())?;
             let schedule = solution.schedule(&problem.chain);
@@ -237,9 +242,9 @@ fn empty(status: Status) -> Solution {
     }
 }
 
-fn solve_whole_step(problem: Problem, options: &SolveOptions) -> Result<Planned, String> {
+fn solve_whole_step(problem: Problem, options: &SolveOptions, known: &[Schedule]) -> Result<Planned, String> {
     let Some(step) = &problem.step else { return Err("no step to solve".into()) };
-    let with = StepOptions { solve: *options, ..StepOptions::default() };
+    let with = StepOptions { solve: *options, known, ..StepOptions::default() };
     let found = match &problem.ranks {
         Some(Ranks { count, host, peer }) => {
             solve_ranks(host, *count, *peer, &with).map(|found| (found.each.clone(), Some(found)))
