@@ -17,6 +17,7 @@ use lazy_store::{DeviceChoice, Event, Extent, Store, StoreError, StoreOptions, S
 use crate::adam::{Gradient, Rule};
 use crate::cuda::{CudaAdam, DeviceSections};
 use crate::device::DeviceSlice;
+use crate::home::Gate;
 use crate::layout::{Layout, PAGE};
 use crate::norm::{self, NORM_BLOCK, NormPart};
 use crate::ring::{Buffers, Chunk};
@@ -88,6 +89,8 @@ pub(crate) struct Accelerator {
     sums: Option<Extent>,
     /// Pinned.
     scratch: Mutex<AlignedBuf>,
+    /// How many there were, and the last one: a save and a step may be at work at once, and both are told.
+    failures: Mutex<(u64, String)>,
 }
 
 /// Room for a chunk.
@@ -104,25 +107,11 @@ enum Kernels {
     Simulated,
 }
 
-/// The sections of a bucket in the GPU's memory. None while that is given back.
+/// The sections of a bucket in the GPU's memory.
 pub(crate) struct Resident {
     pub(crate) shape: SlotShape,
-    sections: Option<[Extent; 3]>,
-}
-
-impl Resident {
-    pub(crate) fn is_out(&self) -> bool {
-        self.sections.is_none()
-    }
-
-    /// Gives its memory back.
-    pub(crate) fn empty(&mut self) {
-        self.sections = None;
-    }
-
-    fn sections(&self) -> Result<&[Extent; 3], OptimError> {
-        self.sections.as_ref().ok_or(OptimError::Suspended)
-    }
+    pub(crate) gate: Gate,
+    sections: [Extent; 3],
 }
 
 /// Where the state of a chunk is that is updated.
@@ -234,7 +223,7 @@ impl Accelerator {
         let mut scratch = AlignedBuf::zeroed(needs.scratch_bytes())?;
         scratch.pin(&store)?;
         let (turn, scratch) = (AtomicUsize::new(0), Mutex::new(scratch));
-        Ok(Accelerator { store, kernels, staging, turn, sums, scratch })
+        Ok(Accelerator { store, kernels, staging, turn, sums, scratch, failures: Mutex::default() })
     }
 
     /// Whether chunks of other homes can be updated here.
@@ -279,16 +268,41 @@ impl Accelerator {
         })
     }
 
-    /// Tells a failure since the last call; waits for all tasks then.
-    pub(crate) fn check(&self) -> Result<(), OptimError> {
-        if self.store.has_failed() { Ok(self.store.synchronize()?) } else { Ok(()) }
+    /// Failures so far, for [`check`](Accelerator::check).
+    pub(crate) fn failures(&self) -> u64 {
+        self.lock_failures().0
+    }
+
+    /// Tells a failure since there were `before`, whosoever work failed: what was queued behind it did not run. Waits for all tasks
+    /// then.
+    pub(crate) fn check(&self, before: u64) -> Result<(), OptimError> {
+        if self.store.has_failed() {
+            self.settle();
+        }
+        let failures = self.lock_failures();
+        if failures.0 == before {
+            return Ok(());
+        }
+        Err(OptimError::Device { reason: failures.1.clone() })
+    }
+
+    /// Waits for all tasks, and counts a failure.
+    fn settle(&self) {
+        let mut failures = self.lock_failures();
+        if let Err(error) = self.store.synchronize() {
+            *failures = (failures.0 + 1, error.to_string());
+        }
+    }
+
+    fn lock_failures(&self) -> MutexGuard<'_, (u64, String)> {
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Room for a bucket that is at home here.
     pub(crate) fn resident(&self, shape: SlotShape) -> Result<Resident, OptimError> {
         let room = |section| self.store.reserve(Tier::Hbm, shape.padded(section, shape.elements));
-        let sections = Some([room(0)?, room(1)?, room(2)?]);
-        Ok(Resident { shape, sections })
+        let sections = [room(0)?, room(1)?, room(2)?];
+        Ok(Resident { shape, gate: Gate::default(), sections })
     }
 
     /// Starts the update of a chunk. Staged gradients are in the last of `buffers`; with `main`, the new weights of what is at home here
@@ -305,7 +319,7 @@ impl Accelerator {
             Ok(event) => Ok(Begun { event: InFlight(event), chunk, buffers }),
             Err(error) => {
                 // What was queued before the error uses the buffers.
-                let _ = self.store.synchronize();
+                self.settle();
                 Err((buffers, error))
             }
         }
@@ -331,7 +345,7 @@ impl Accelerator {
             State::Hbm(_) => None,
         };
         let sections = match state {
-            State::Hbm(there) => there.sections()?,
+            State::Hbm(there) => &there.sections,
             _ => sections.as_ref().ok_or_else(missing)?,
         };
         let staged = staged_range(&parts);
@@ -462,8 +476,9 @@ impl Accelerator {
         writes: &[&Extent],
         copies: Vec<Copy>,
     ) -> Result<(), OptimError> {
+        let before = self.failures();
         drop(InFlight(self.copy(lane, name, reads, writes, copies)?));
-        self.check()
+        self.check(before)
     }
 
     /// Brings sections of a chunk that is at home here into buffers.
@@ -473,7 +488,7 @@ impl Accelerator {
         chunk: Chunk,
         buffers: &mut [AlignedBuf],
     ) -> Result<(), OptimError> {
-        let sections = there.sections()?;
+        let sections = &there.sections;
         let copies = buffers.iter_mut().enumerate().map(|(section, buffer)| Copy {
             from: Place::Read(section, there.shape.bytes(section, chunk.first) as u64),
             to: Place::Address(buffer.address()),
@@ -490,7 +505,7 @@ impl Accelerator {
         chunk: Chunk,
         buffers: &mut [AlignedBuf],
     ) -> Result<(), OptimError> {
-        let sections = there.sections()?;
+        let sections = &there.sections;
         let copies = buffers.iter_mut().enumerate().map(|(section, buffer)| Copy {
             from: Place::Address(buffer.address()),
             to: Place::Write(section, there.shape.bytes(section, chunk.first) as u64),
@@ -509,7 +524,7 @@ impl Accelerator {
         buffer: &mut AlignedBuf,
         put: bool,
     ) -> Result<(), OptimError> {
-        let extents = [&there.sections()?[section]];
+        let extents = [&there.sections[section]];
         let at = there.shape.bytes(section, chunk.first) as u64;
         let (address, bytes) =
             (Place::Address(buffer.address()), Bytes(there.shape.bytes(section, chunk.len) as u64));
@@ -531,7 +546,7 @@ impl Accelerator {
         let mut zeros = self.scratch();
         let bytes = grads.bytes();
         zeros.as_mut_slice()[..bytes.get() as usize].fill(0);
-        let (from, (told, addresses)) = (zeros.address(), mpsc::channel());
+        let (from, before, (told, addresses)) = (zeros.address(), self.failures(), mpsc::channel());
         let task = Submission { writes: &[grads, weights], ..Submission::new(Lane::H2d, "zeros") };
         let zeroed = self.store.launch(task, move |cx| {
             for range in cx.writes() {
@@ -542,7 +557,7 @@ impl Accelerator {
             Ok(())
         });
         drop(InFlight(zeroed?));
-        self.check()?;
+        self.check(before)?;
         let n = bytes.get() as usize / GRAD;
         let (Ok(grads), Ok(weights)) = (addresses.recv(), addresses.recv()) else { return Ok(None) };
         // SAFETY: the extents are of that length and live as long as this; the caller keeps to what is said above.
@@ -586,6 +601,7 @@ impl Accelerator {
         });
         let blocks: Vec<(usize, usize)> = blocks.collect();
         let Some(sums) = self.sums.as_ref().filter(|_| !blocks.is_empty()) else { return Ok(Vec::new()) };
+        let before = self.failures();
         let task = Submission { writes: &[sums], ..Submission::new(Lane::Optimizer, "gradient norm") };
         match &self.kernels {
             Kernels::Cuda(adam) => {
@@ -607,6 +623,7 @@ impl Accelerator {
         let (mut scratch, bytes) = (self.scratch(), Bytes(8 * blocks.len() as u64));
         let copies = vec![Copy { from: Place::Read(0, 0), to: Place::Address(scratch.address()), bytes }];
         self.copy_now(Lane::D2h, "partial sums".into(), &[sums], &[], copies)?;
+        self.check(before)?;
         let found = scratch.as_slice().as_chunks().0.iter().map(|sum| f64::from_le_bytes(*sum));
         let part = |((param, block), sum)| NormPart { param, block, sum };
         Ok(blocks.into_iter().zip(found).map(part).collect())

@@ -238,6 +238,12 @@ pub enum OptimError {
         /// How to go on.
         remedy: &'static str,
     },
+    /// Work on the GPU failed.
+    #[error("the GPU did not do what it was to: {reason}")]
+    Device {
+        /// The first thing that failed, and why.
+        reason: String,
+    },
     /// The store gave its memory back.
     #[error("the optimizer is suspended; call resume first")]
     Suspended,

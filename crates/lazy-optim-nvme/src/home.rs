@@ -1,10 +1,10 @@
 //! Where buckets are at home: in slot files, in RAM, or in a GPU's memory.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use lazy_model::{Bytes, Tier};
 use lazy_store::DeviceChoice;
-use lazy_store::durable::{AlignedBuf, DurableFile};
+use lazy_store::durable::{AlignedBuf, DurableFile, Pending};
 
 use crate::accelerator::{Accelerator, Resident};
 use crate::layout::Layout;
@@ -25,57 +25,119 @@ pub(crate) struct Bucket {
 /// Where a bucket's state is.
 pub(crate) enum Home {
     Nvme(Slots),
-    Host(Memory),
-    Hbm(Resident),
+    Host(Arc<Memory>),
+    Hbm(Arc<Resident>),
+    /// In a file, while the memory of this tier is given back.
+    Out(Tier),
 }
 
 impl Home {
     /// Memory for a bucket at home in one of the upper tiers.
     pub(crate) fn memory(tier: Tier, shape: SlotShape, ring: &Ring) -> Result<Home, OptimError> {
         Ok(match (tier, ring.accelerator()) {
-            (Tier::Hbm, Some(accelerator)) => Home::Hbm(accelerator.resident(shape)?),
-            (_, accelerator) => Home::Host(Memory::new(shape, accelerator)?),
+            (Tier::Hbm, Some(accelerator)) => Home::Hbm(Arc::new(accelerator.resident(shape)?)),
+            (_, accelerator) => Home::Host(Arc::new(Memory::new(shape, accelerator)?)),
         })
     }
 
-    /// Whether its memory was given back.
-    fn is_out(&self) -> bool {
+    /// What it has in memory.
+    pub(crate) fn in_memory(&self, ring: &Ring) -> Option<InMemory> {
         match self {
-            Home::Nvme(_) => false,
-            Home::Host(memory) => memory.is_out(),
-            Home::Hbm(there) => there.is_out(),
+            Home::Host(memory) => Some(InMemory::Host(Arc::clone(memory))),
+            Home::Hbm(there) => Some(InMemory::Hbm(Arc::clone(there), ring.shared_accelerator()?)),
+            Home::Nvme(_) | Home::Out(_) => None,
         }
     }
 
-    /// Reads a slot file into its memory, and checks that its blocks are those of `table`.
-    fn read(
-        &self,
-        file: &DurableFile,
-        identity: Identity,
-        table: &[BlockSums],
-        ring: &Ring,
-    ) -> Result<(), OptimError> {
-        match (self, ring.accelerator()) {
-            (Home::Host(memory), _) => memory.read(file, identity, table),
-            (Home::Hbm(there), Some(accelerator)) => {
-                Through { accelerator, there, file, identity }.read(table)
-            }
-            _ => Ok(()),
+    fn tier(&self) -> Tier {
+        match self {
+            Home::Nvme(_) => Tier::Nvme,
+            Home::Host(_) => Tier::Host,
+            Home::Hbm(_) => Tier::Hbm,
+            Home::Out(tier) => *tier,
         }
     }
 
-    /// Writes what is in its memory into a slot file; the checksums of its blocks.
-    pub(crate) fn write(
-        &self,
-        file: &DurableFile,
-        identity: Identity,
-        ring: &Ring,
-    ) -> Result<Vec<BlockSums>, OptimError> {
-        match (self, ring.accelerator()) {
-            (Home::Host(memory), _) => memory.write(file, identity),
-            (Home::Hbm(there), Some(accelerator)) => Through { accelerator, there, file, identity }.write(),
-            _ => Ok(Vec::new()),
+    /// Waits until a save under way has what is in memory: from then on it may change.
+    pub(crate) fn wait_saved(&self) {
+        match self {
+            Home::Host(memory) => memory.gate.pass(),
+            Home::Hbm(there) => there.gate.pass(),
+            Home::Nvme(_) | Home::Out(_) => {}
         }
+    }
+}
+
+/// A bucket in memory, kept there by whoever has this.
+pub(crate) enum InMemory {
+    Host(Arc<Memory>),
+    Hbm(Arc<Resident>, Arc<Accelerator>),
+}
+
+impl InMemory {
+    /// Reads a slot file into it, and checks that its blocks are those of `table`.
+    fn read(&self, file: &DurableFile, identity: Identity, table: &[BlockSums]) -> Result<(), OptimError> {
+        match self {
+            InMemory::Host(memory) => memory.read(file, identity, table),
+            InMemory::Hbm(there, accelerator) => Through { accelerator, there, file, identity }.read(table),
+        }
+    }
+
+    /// Writes it into a slot file; the checksums of its blocks.
+    pub(crate) fn write(&self, file: &DurableFile, identity: Identity) -> Result<Vec<BlockSums>, OptimError> {
+        match self {
+            InMemory::Host(memory) => memory.write(file, identity),
+            InMemory::Hbm(there, accelerator) => Through { accelerator, there, file, identity }.write(),
+        }
+    }
+
+    fn gate(&self) -> &Gate {
+        match self {
+            InMemory::Host(memory) => &memory.gate,
+            InMemory::Hbm(there, _) => &there.gate,
+        }
+    }
+}
+
+/// Keeps those who would change a bucket away while it is saved.
+#[derive(Default)]
+pub(crate) struct Gate {
+    shut: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Gate {
+    /// Waits until it is open.
+    fn pass(&self) {
+        drop(self.wait());
+    }
+
+    fn wait(&self) -> MutexGuard<'_, bool> {
+        let shut = self.shut.lock().unwrap_or_else(PoisonError::into_inner);
+        self.opened.wait_while(shut, |shut| *shut).unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A bucket in memory that nobody changes; dropping this lets them.
+pub(crate) struct Held(InMemory);
+
+impl Held {
+    /// Waits for an earlier one.
+    pub(crate) fn new(memory: InMemory) -> Held {
+        *memory.gate().wait() = true;
+        Held(memory)
+    }
+
+    pub(crate) fn memory(&self) -> &InMemory {
+        &self.0
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let gate = self.0.gate();
+        *gate.shut.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        gate.opened.notify_all();
     }
 }
 
@@ -132,6 +194,7 @@ impl Slots {
 /// The sections of a bucket in RAM.
 pub(crate) struct Memory {
     shape: SlotShape,
+    gate: Gate,
     sections: Mutex<[AlignedBuf; 3]>,
 }
 
@@ -145,7 +208,7 @@ impl Memory {
             Ok::<_, OptimError>(buffer)
         };
         let sections = Mutex::new([section(0)?, section(1)?, section(2)?]);
-        Ok(Memory { shape, sections })
+        Ok(Memory { shape, gate: Gate::default(), sections })
     }
 
     /// The sections, for one at a time.
@@ -161,19 +224,6 @@ impl Memory {
             section += 1;
             buffer.address() + self.shape.bytes(section - 1, chunk.first) as u64
         })
-    }
-
-    /// Gives its memory back; what it held is in a file.
-    fn empty(&self) -> Result<(), OptimError> {
-        for buffer in self.lock().iter_mut() {
-            take(buffer)?;
-        }
-        Ok(())
-    }
-
-    /// Whether its memory was given back.
-    fn is_out(&self) -> bool {
-        self.shape.elements > 0 && self.lock()[0].is_empty()
     }
 
     fn read(&self, file: &DurableFile, identity: Identity, table: &[BlockSums]) -> Result<(), OptimError> {
@@ -238,10 +288,10 @@ struct Through<'a> {
 
 impl Through<'_> {
     /// Runs of whole blocks that the buffer holds, of every section.
-    fn pieces(&self, buffer: &AlignedBuf) -> impl Iterator<Item = (usize, Chunk)> + use<> {
+    fn pieces(&self) -> impl Iterator<Item = (usize, Chunk)> + use<> {
         let (shape, bucket) = (self.there.shape, self.identity.bucket);
         let whole = shape.moments.blocks_in_pages() * BLOCK;
-        let step = (buffer.len() / 4 / whole).max(1) * whole;
+        let step = (self.accelerator.scratch().len() / 4 / whole).max(1) * whole;
         (0..SECTIONS.len()).flat_map(move |section| {
             let firsts = (0..shape.elements).step_by(step);
             firsts.map(move |first| (section, Chunk { bucket, first, len: step.min(shape.elements - first) }))
@@ -265,33 +315,23 @@ impl Through<'_> {
     }
 
     fn write(&self) -> Result<Vec<BlockSums>, OptimError> {
-        let (shape, mut buffer) = (self.there.shape, self.accelerator.scratch());
+        let shape = self.there.shape;
         let mut table = vec![BlockSums::default(); shape.blocks()];
-        let length = buffer.len();
-        for (section, chunk) in self.pieces(&buffer) {
+        for (section, chunk) in self.pieces() {
+            // Piece by piece: steps want the buffer too.
+            let mut buffer = self.accelerator.scratch();
             self.accelerator.move_section(self.there, chunk, section, &mut buffer, false)?;
             self.sums(&buffer, section, chunk).for_each(|(block, sum)| table[block][section] = sum);
-            buffer.set_len(shape.padded(section, chunk.len).0 as usize);
-            buffer.as_mut_slice()[shape.bytes(section, chunk.len)..].fill(0);
-            let pending = self.file.write_at(shape.offset(section, chunk.first), take(&mut buffer)?);
-            let (written, result) = pending.wait();
-            *buffer = written;
-            buffer.set_len(length);
-            result?;
+            self.transfer(&mut buffer, section, chunk, |buffer, offset| self.file.write_at(offset, buffer))?;
         }
         Ok(table)
     }
 
     fn read(&self, table: &[BlockSums]) -> Result<(), OptimError> {
-        let (shape, mut buffer) = (self.there.shape, self.accelerator.scratch());
-        let length = buffer.len();
-        for (section, chunk) in self.pieces(&buffer) {
-            buffer.set_len(shape.padded(section, chunk.len).0 as usize);
-            let pending = self.file.read_at(shape.offset(section, chunk.first), take(&mut buffer)?);
-            let (read, result) = pending.wait();
-            *buffer = read;
-            buffer.set_len(length);
-            result?;
+        let shape = self.there.shape;
+        for (section, chunk) in self.pieces() {
+            let mut buffer = self.accelerator.scratch();
+            self.transfer(&mut buffer, section, chunk, |buffer, offset| self.file.read_at(offset, buffer))?;
             let wrong =
                 self.sums(&buffer, section, chunk).find(|(block, sum)| table[*block][section] != *sum);
             if let Some((block, _)) = wrong {
@@ -300,6 +340,23 @@ impl Through<'_> {
             self.accelerator.move_section(self.there, chunk, section, &mut buffer, true)?;
         }
         Ok(())
+    }
+
+    /// Moves a piece of a section between the buffer and the file, with zeros behind its bytes.
+    fn transfer(
+        &self,
+        buffer: &mut AlignedBuf,
+        section: usize,
+        chunk: Chunk,
+        start: impl Fn(AlignedBuf, u64) -> Pending,
+    ) -> Result<(), OptimError> {
+        let (shape, length) = (self.there.shape, buffer.len());
+        buffer.set_len(shape.padded(section, chunk.len).0 as usize);
+        buffer.as_mut_slice()[shape.bytes(section, chunk.len)..].fill(0);
+        let (moved, result) = start(take(buffer)?, shape.offset(section, chunk.first)).wait();
+        *buffer = moved;
+        buffer.set_len(length);
+        Ok(result?)
     }
 }
 
@@ -313,16 +370,14 @@ impl NvmeAdam {
         for index in 0..self.buckets.len() {
             let (shape, identity) = (self.layout.slot(index), self.out_identity(index));
             let bucket = &mut self.buckets[index];
-            if bucket.slots().is_some() || bucket.home.is_out() {
+            let (tier, Some(memory)) = (bucket.home.tier(), bucket.home.in_memory(&self.ring)) else {
                 continue;
-            }
+            };
+            // A save under way keeps the memory, too.
+            bucket.home.wait_saved();
             let file = self.dir.create_file(&slot::file_name(index, 0), shape.file_bytes())?;
-            bucket.table = bucket.home.write(&file, identity, &self.ring)?;
-            match &mut bucket.home {
-                Home::Hbm(there) => there.empty(),
-                Home::Host(memory) => memory.empty()?,
-                Home::Nvme(_) => {}
-            }
+            bucket.table = memory.write(&file, identity)?;
+            bucket.home = Home::Out(tier);
         }
         Ok(())
     }
@@ -331,14 +386,12 @@ impl NvmeAdam {
     pub(crate) fn move_in(&mut self) -> Result<(), OptimError> {
         for index in 0..self.buckets.len() {
             let bucket = &self.buckets[index];
-            let tier = match &bucket.home {
-                home if !home.is_out() => continue,
-                Home::Hbm(_) => Tier::Hbm,
-                _ => Tier::Host,
-            };
+            let Home::Out(tier) = bucket.home else { continue };
             let (name, identity) = (slot::file_name(index, 0), self.out_identity(index));
             let fresh = Home::memory(tier, self.layout.slot(index), &self.ring)?;
-            fresh.read(&self.dir.open_file(&name)?, identity, &bucket.table, &self.ring)?;
+            if let Some(memory) = fresh.in_memory(&self.ring) {
+                memory.read(&self.dir.open_file(&name)?, identity, &bucket.table)?;
+            }
             self.dir.remove(&name)?;
             let bucket = &mut self.buckets[index];
             (bucket.home, bucket.table) = (fresh, Vec::new());
@@ -356,7 +409,7 @@ impl Bucket {
     pub(crate) fn slots(&self) -> Option<&Slots> {
         match &self.home {
             Home::Nvme(slots) => Some(slots),
-            Home::Host(_) | Home::Hbm(_) => None,
+            Home::Host(_) | Home::Hbm(_) | Home::Out(_) => None,
         }
     }
 
@@ -370,7 +423,9 @@ impl Bucket {
     ) -> Result<(), OptimError> {
         if let (Tier::Hbm | Tier::Host, Home::Nvme(slots)) = (tier, &self.home) {
             let home = Home::memory(tier, shape, ring)?;
-            home.read(slots.source(), identity, &self.table, ring)?;
+            if let Some(memory) = home.in_memory(ring) {
+                memory.read(slots.source(), identity, &self.table)?;
+            }
             (self.home, self.table) = (home, Vec::new());
         }
         Ok(())

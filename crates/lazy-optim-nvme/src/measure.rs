@@ -71,13 +71,13 @@ impl Trial<'_> {
 
     /// As a step does it to chunks at home on NVMe: checked here, updated there, sealed here.
     fn on_gpu(&self, sets: &mut Vec<Buffers>) -> Result<(), OptimError> {
-        let mut begun: VecDeque<Begun> = VecDeque::new();
+        let (mut begun, before): (VecDeque<Begun>, _) = (VecDeque::new(), self.accelerator.failures());
         for i in 0..TIMED + CHUNKS {
             if let Some(done) = begun.pop_front_if(|_| i >= CHUNKS) {
                 let mut set = done.land();
                 self.sums(&mut set);
                 sets.push(set);
-                self.accelerator.check()?;
+                self.accelerator.check(before)?;
             }
             if let Some(mut set) = (i < TIMED).then(|| sets.pop()).flatten() {
                 self.sums(&mut set);

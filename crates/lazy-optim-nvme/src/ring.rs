@@ -316,7 +316,8 @@ impl Ring {
         log: &mut Log,
     ) -> Result<(), OptimError> {
         let (reading, begun, writing) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
-        let mut trip = Trip { ring: self, layout, pass, log, reading, begun, writing };
+        let failures = self.accelerator().map_or(0, Accelerator::failures);
+        let mut trip = Trip { ring: self, layout, pass, log, reading, begun, writing, failures };
         let result = trip.drive(chunks);
         let Trip { reading, begun, writing, .. } = trip;
         for begun in begun {
@@ -325,7 +326,7 @@ impl Ring {
         for flight in reading.into_iter().chain(writing) {
             self.give_back(flight.land().0);
         }
-        let failed = self.accelerator().map_or(Ok(()), Accelerator::check);
+        let failed = self.accelerator().map_or(Ok(()), |accelerator| accelerator.check(failures));
         result.and(failed)
     }
 
@@ -359,6 +360,8 @@ struct Trip<'a, P> {
     /// On the GPU.
     begun: VecDeque<Begun>,
     writing: VecDeque<Flight>,
+    /// Of the GPU, before this.
+    failures: u64,
 }
 
 impl<'b, P: Pass<'b>> Trip<'_, P> {
@@ -372,7 +375,7 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
                         let file = slots.source();
                         self.launch(chunk, buffers, P::READS, |offset, buffer| file.read_at(offset, buffer))
                     }
-                    Home::Host(_) | Home::Hbm(_) => {
+                    Home::Host(_) | Home::Hbm(_) | Home::Out(_) => {
                         Flight { chunk, moving: Vec::new(), resting: Vec::new(), bytes: Bytes::ZERO }
                     }
                 };
@@ -393,6 +396,9 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
                 }
             }
             let home = self.pass.home(chunk.bucket);
+            if P::WRITES > 0 {
+                home.wait_saved();
+            }
             match home {
                 _ if self.pass.is_begun(home) => self.begin(flight, home)?,
                 Home::Nvme(slots) => {
@@ -406,6 +412,7 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
                     self.ring.give_back(buffers);
                     result?;
                 }
+                Home::Out(_) => return Err(OptimError::Suspended),
             }
         }
         while !self.begun.is_empty() {
@@ -429,6 +436,7 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
             }
             Home::Hbm(_) if !self.ring.holds(self.layout, chunk) => Buffers::new(),
             Home::Host(_) | Home::Hbm(_) => self.free_buffers()?,
+            Home::Out(_) => return Err(OptimError::Suspended),
         };
         while self.begun.len() >= accelerator::CHUNKS || self.begun.front().is_some_and(Begun::is_done) {
             if let Err(error) = self.finish_oldest() {
@@ -451,7 +459,8 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
         let Some(begun) = self.begun.pop_front() else { return Ok(()) };
         let chunk = begun.chunk;
         let mut buffers = begun.land();
-        if let Err(error) = self.ring.accelerator().map_or(Ok(()), Accelerator::check) {
+        let failures = self.failures;
+        if let Err(error) = self.ring.accelerator().map_or(Ok(()), |gpu| gpu.check(failures)) {
             self.ring.give_back(buffers);
             return Err(error);
         }
@@ -462,7 +471,7 @@ impl<'b, P: Pass<'b>> Trip<'_, P> {
                 self.ring.give_back(buffers);
                 result?;
             }
-            Home::Hbm(_) => {
+            Home::Hbm(_) | Home::Out(_) => {
                 let bytes = self.layout.slot(chunk.bucket).bytes(0, chunk.len);
                 let main = buffers.first_mut().map_or(&mut [][..], |main| &mut main.as_mut_slice()[..bytes]);
                 let result = self.work(chunk, [main, &mut [], &mut []]);

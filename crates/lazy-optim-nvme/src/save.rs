@@ -6,14 +6,14 @@ use std::thread::{Builder, JoinHandle};
 
 use lazy_model::Bytes;
 use lazy_store::StoreError;
-use lazy_store::durable::DurableDir;
+use lazy_store::durable::{DurableDir, DurableFile};
 
 use crate::files::write_bytes;
-use crate::home::Home;
-use crate::layout::PAGE;
+use crate::home::{Held, Home};
+use crate::layout::{Layout, PAGE, StoreId};
 use crate::manifest::{self, MANIFEST_FILE, Manifest};
 use crate::record::{Committed, Record, Standing};
-use crate::slot::{Identity, SlotHead};
+use crate::slot::{Identity, SlotHead, SlotShape};
 use crate::{Durability, NvmeAdam, OptimError, retire, slot};
 
 /// What the folder of a generation is called while it is made or removed.
@@ -67,8 +67,9 @@ impl Drop for Saving {
 
 impl NvmeAdam {
     /// Saves the committed state as a generation: the folder `name` in the store's folder, with the committed slot files
-    /// under a second name each and a manifest. No data is copied. What takes time, the flushing, happens on a thread;
-    /// steps may be taken meanwhile, and never change what was saved.
+    /// under a second name each and a manifest. No data of them is copied; what is at home in memory is written. What takes time, that and
+    /// the flushing, happens on a thread; steps may be taken meanwhile, and never change what was saved: a step waits for a bucket in
+    /// memory until it is written.
     ///
     /// A slot that a generation holds is not written again: the step that would write it replaces it by a new file, so
     /// from then on the generation takes the space of one copy of the state. Until [`Saving::wait`] has returned, a crash
@@ -93,10 +94,7 @@ impl NvmeAdam {
         }
         let temporary = name.to_owned() + TEMPORARY;
         let folder = self.dir.create_dir(&temporary)?;
-        let saving = self.fill(&folder).and_then(|record| {
-            let manifest = manifest::encode(&self.id, &self.layout, &record);
-            self.finish(folder, name, manifest)
-        });
+        let saving = self.fill(&folder).and_then(|filled| self.finish(folder, name, filled));
         saving.inspect_err(|_| {
             // The first error is the one to report; what is left is swept when the store is opened.
             let _ = discard(&self.dir, &temporary);
@@ -112,35 +110,32 @@ impl NvmeAdam {
         Bytes(manifest as u64).align_up(PAGE) + written.sum::<Bytes>()
     }
 
-    /// Links the slots into the folder of a generation, and writes those of what is at home in memory. The record that names them.
-    fn fill(&self, folder: &DurableDir) -> Result<Record, OptimError> {
+    /// Links the slots into the folder of a generation, and makes files for what is at home in memory, which stays as it is until it is
+    /// written.
+    fn fill(&self, folder: &DurableDir) -> Result<Filled, OptimError> {
         let mut record = Record { standing: Standing::Committed, ..self.record.clone() };
+        let mut unwritten = Vec::new();
         for (index, bucket) in self.buckets.iter().enumerate() {
-            match &bucket.home {
-                Home::Nvme(slots) => {
-                    let name = slot::file_name(index, slots.number);
-                    folder.link(&self.dir.path().join(&name), &name)?;
-                }
-                home => {
-                    let (slot, shape, generation) = (0, self.layout.slot(index), self.record.sequence);
-                    let identity = Identity { id: self.id, bucket: index, generation };
-                    let file = folder.create_file(&slot::file_name(index, slot), shape.file_bytes())?;
-                    let table = home.write(&file, identity, &self.ring)?;
-                    let (head, head_crc) = SlotHead { identity, slot, shape, table }.encode();
-                    write_bytes(&file, 0, &head)?;
-                    record.buckets[index] = Committed { slot, generation, head_crc };
-                }
+            if let Home::Nvme(slots) = &bucket.home {
+                let name = slot::file_name(index, slots.number);
+                folder.link(&self.dir.path().join(&name), &name)?;
             }
+            let Some(memory) = bucket.home.in_memory(&self.ring) else { continue };
+            let (slot, shape, generation) = (0, self.layout.slot(index), record.sequence);
+            let file = folder.create_file(&slot::file_name(index, slot), shape.file_bytes())?;
+            record.buckets[index] = Committed { slot, generation, head_crc: 0 };
+            let identity = Identity { id: self.id, bucket: index, generation };
+            unwritten.push(Unwritten { memory: Held::new(memory), file, identity, shape });
         }
-        Ok(record)
+        Ok(Filled { id: self.id, layout: self.layout.clone(), record, unwritten })
     }
 
-    /// Seals a filled folder and moves it into place, on a thread.
-    fn finish(&self, folder: DurableDir, name: &str, manifest: Vec<u8>) -> Result<Saving, OptimError> {
+    /// Writes what a filled folder lacks, seals it and moves it into place, on a thread.
+    fn finish(&self, folder: DurableDir, name: &str, filled: Filled) -> Result<Saving, OptimError> {
         let (dir, name) = (self.dir.clone(), name.to_owned());
         let finish = move || {
             let temporary = name.clone() + TEMPORARY;
-            let sealed = seal(&dir, folder, &temporary, &name, &manifest);
+            let sealed = filled.write().and_then(|manifest| seal(&dir, folder, &temporary, &name, &manifest));
             sealed.inspect_err(|_| {
                 // One that could not be flushed in its place is none.
                 let _ = dir.rename(&name, &temporary);
@@ -163,6 +158,37 @@ impl NvmeAdam {
         // generation of which that is so.
         self.dir.sync()?;
         discard(&self.dir, &temporary)
+    }
+}
+
+/// A folder whose files are all there.
+struct Filled {
+    id: StoreId,
+    layout: Layout,
+    record: Record,
+    unwritten: Vec<Unwritten>,
+}
+
+/// A slot whose contents are in memory.
+struct Unwritten {
+    memory: Held,
+    file: DurableFile,
+    identity: Identity,
+    shape: SlotShape,
+}
+
+impl Filled {
+    /// Writes what is in memory, bucket by bucket, each of which may change from then on. The manifest.
+    fn write(mut self) -> Result<Vec<u8>, OptimError> {
+        for Unwritten { memory, file, identity, shape } in self.unwritten {
+            let committed = &mut self.record.buckets[identity.bucket];
+            let (slot, table) = (committed.slot, memory.memory().write(&file, identity)?);
+            drop(memory);
+            let (head, head_crc) = SlotHead { identity, slot, shape, table }.encode();
+            write_bytes(&file, 0, &head)?;
+            committed.head_crc = head_crc;
+        }
+        Ok(manifest::encode(&self.id, &self.layout, &self.record))
     }
 }
 

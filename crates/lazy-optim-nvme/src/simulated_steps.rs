@@ -267,6 +267,28 @@ fn state_in_hbm_is_saved_loaded_lent_and_changed() {
 }
 
 #[test]
+fn steps_beside_a_save_of_what_is_in_hbm_change_nothing_of_it() {
+    for seed in 30..34 {
+        let options = beside_gpu(seed, UpdateOn::Cuda, [1 << 40, 0]);
+        let dir = tempfile::tempdir().unwrap();
+        let mut adam = NvmeAdam::create(&dir.path().join("a"), &specs(), &options, init).unwrap();
+        let (mut saves, mut states) = (Vec::new(), Vec::new());
+        for t in 1..=STEPS {
+            states.push(steps(&mut adam, t..=t, Where::Mixed).0);
+            saves.push(adam.save(&format!("{t}")).unwrap());
+        }
+        take_step(&mut adam, STEPS + 1, Where::Device, &mut Rooms::new()).unwrap();
+        saves.into_iter().for_each(|save| save.wait().unwrap());
+        for (i, wanted) in states.iter().enumerate() {
+            let (source, to) = (dir.path().join(format!("a/{}", i + 1)), dir.path().join(format!("b{i}")));
+            let load = LoadOptions::default();
+            let mut adam = NvmeAdam::load(&[source], &to, &specs(), &cut(40_000, 64, 3), load).unwrap();
+            assert!(state(&mut adam, &specs()) == *wanted, "save {i}");
+        }
+    }
+}
+
+#[test]
 fn an_update_that_fails_on_the_gpu_commits_nothing_and_leaves_nothing_under_way() {
     for (seed, place) in [(20, Where::Device), (21, Where::Ram)] {
         let dir = tempfile::tempdir().unwrap();

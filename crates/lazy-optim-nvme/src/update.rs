@@ -213,7 +213,8 @@ impl<'b, 'a, 'g, 'w> UpdatePass<'b, 'a, 'g, 'w> {
             let sums: Vec<Option<BlockSums>> = blocks.par_iter().enumerate().map(sums).collect();
             sums.into_iter().for_each(|sums| update.writing.note(chunk.bucket, sums));
         }
-        let main: &[f32] = bytemuck::cast_slice(main);
+        // There are none of a bucket that is one chunk.
+        let main: &[f32] = if main.is_empty() { &[] } else { bytemuck::cast_slice(main) };
         let mut rooms = self.out.rooms(self.update.moving(chunk));
         let mut pieces = Vec::new();
         for Segment { param, local, .. } in self.update.moving(chunk) {
@@ -395,6 +396,12 @@ impl<'b> Pass<'b> for UpdatePass<'b, '_, '_, '_> {
             return Err((buffers, OptimError::Suspended));
         };
         let shape = self.update.writing.layout.slot(chunk.bucket);
+        let state = match home {
+            Home::Nvme(_) => State::Buffers,
+            Home::Host(memory) => State::Ram(memory.addresses(chunk)),
+            Home::Hbm(there) => State::Hbm(there),
+            Home::Out(_) => return Err((buffers, OptimError::Suspended)),
+        };
         if let (Home::Nvme(_), [main, avg, sq, ..]) = (home, buffers.as_slice()) {
             let mut section = 0;
             let sections = [main, avg, sq].map(|buffer| {
@@ -411,11 +418,6 @@ impl<'b> Pass<'b> for UpdatePass<'b, '_, '_, '_> {
         }
         let parts = self.parts(chunk, buffers.last_mut());
         let main = self.update.moving(chunk).any(|segment| self.out.needs_ram(segment.param));
-        let state = match home {
-            Home::Nvme(_) => State::Buffers,
-            Home::Host(memory) => State::Ram(memory.addresses(chunk)),
-            Home::Hbm(there) => State::Hbm(there),
-        };
         accelerator.begin((chunk, shape), state, buffers, parts, main)
     }
 

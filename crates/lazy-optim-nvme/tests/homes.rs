@@ -159,6 +159,35 @@ fn what_was_saved_from_any_home_is_loaded_into_any_other() {
 }
 
 #[test]
+fn steps_beside_a_save_change_nothing_of_what_is_saved() {
+    let params = specs();
+    for host in [0, 1_000_000, u64::MAX] {
+        let dir = tempfile::tempdir().unwrap();
+        let options = kept(Bytes(host));
+        let mut adam = NvmeAdam::create(&dir.path().join("a"), &params, &options, init).unwrap();
+        let (mut saves, mut states) = (Vec::new(), Vec::new());
+        for t in 1..=4 {
+            take_step(&mut adam, &params, t).unwrap();
+            states.push(state(&mut adam, &params));
+            // The one before may still be under way, and the step begins at once.
+            saves.push(adam.save(&format!("{t}")).unwrap());
+        }
+        // So may the last one when the memory is given back.
+        adam.suspend().unwrap();
+        adam.resume().unwrap();
+        assert!(state(&mut adam, &params) == states[3]);
+        saves.into_iter().for_each(|save| save.wait().unwrap());
+        drop(adam);
+        for (i, wanted) in states.iter().enumerate() {
+            let (source, to) = (dir.path().join(format!("a/{}", i + 1)), dir.path().join(format!("b{i}")));
+            let load = LoadOptions::default();
+            let mut adam = NvmeAdam::load(&[source], &to, &params, &options, load).unwrap();
+            assert!(state(&mut adam, &params) == *wanted, "save {i}, {host} bytes in RAM");
+        }
+    }
+}
+
+#[test]
 fn a_store_between_saves_opens_again_after_a_save() {
     let params = params(&[100_000]);
     let dir = tempfile::tempdir().unwrap();
