@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lazy_model::{Bytes, Lane, Seconds, Span, Tier};
 use lazy_store::durable::AlignedBuf;
@@ -30,7 +30,10 @@ pub(crate) mod simulated;
 /// Chunks on the GPU at once: one on its way there, one being updated, one on its way back.
 pub(crate) const CHUNKS: usize = 3;
 
-/// Numbers of device memory that a gradient's element takes at most.
+/// How long times are counted from one zero.
+const CLOCK: Duration = Duration::from_secs(10);
+
+/// Bytes that a gradient's element takes at most.
 const GRAD: usize = 4;
 
 /// What a GPU's memory is taken for.
@@ -91,6 +94,8 @@ pub(crate) struct Accelerator {
     scratch: Mutex<AlignedBuf>,
     /// How many there were, and the last one: a save and a step may be at work at once, and both are told.
     failures: Mutex<(u64, String)>,
+    /// Of the times of what runs.
+    zero: Mutex<Option<Instant>>,
 }
 
 /// Room for a chunk.
@@ -223,7 +228,8 @@ impl Accelerator {
         let mut scratch = AlignedBuf::zeroed(needs.scratch_bytes())?;
         scratch.pin(&store)?;
         let (turn, scratch) = (AtomicUsize::new(0), Mutex::new(scratch));
-        Ok(Accelerator { store, kernels, staging, turn, sums, scratch, failures: Mutex::default() })
+        let (failures, zero) = (Mutex::default(), Mutex::default());
+        Ok(Accelerator { store, kernels, staging, turn, sums, scratch, failures, zero })
     }
 
     /// Whether chunks of other homes can be updated here.
@@ -253,13 +259,19 @@ impl Accelerator {
         Ok(self.store.wait_for(stream)?)
     }
 
-    /// Begins an account of what runs when; the zero of its times.
+    /// Begins an account of what runs when; the zero of its times, which may be that of an earlier one: telling the GPU's time takes
+    /// some, and its clock is good for a while.
     pub(crate) fn start(&self) -> Instant {
+        let mut zero = self.zero.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(zero) = zero.filter(|zero| zero.elapsed() < CLOCK) {
+            self.store.take_spans();
+            return zero;
+        }
         self.store.start_step();
-        Instant::now()
+        *zero.insert(Instant::now())
     }
 
-    /// What ran since then, its times later by `offset`.
+    /// What ran since then, its times later by `offset`, which may be negative.
     pub(crate) fn spans(&self, offset: Seconds) -> impl Iterator<Item = Span> {
         self.store.take_spans().into_iter().map(move |span| Span {
             start: span.start + offset,

@@ -91,14 +91,15 @@ impl Log {
         Log { origin, read: Bytes::ZERO, written: Bytes::ZERO, spans: Vec::new() }
     }
 
-    /// A time, counted from the zero of the spans'; that where it is before.
+    /// A time, counted from the zero of the spans'; negative where it is before.
     pub(crate) fn since(&self, t: Instant) -> Seconds {
-        Seconds(t.saturating_duration_since(self.origin).as_secs_f64())
+        let later = t.saturating_duration_since(self.origin).as_secs_f64();
+        Seconds(later - self.origin.saturating_duration_since(t).as_secs_f64())
     }
 
     /// Records work on the lane that did it: arithmetic on the optimizer's, transfers on the drive's.
     pub(crate) fn span(&mut self, lane: Lane, name: String, start: Instant, end: Instant, bytes: Bytes) {
-        let (start, end) = (self.since(start), self.since(end));
+        let [start, end] = [start, end].map(|t| Seconds(self.since(t).0.max(0.0)));
         self.spans.push(Span { name: name.into(), lane, start, end, bytes, blocked_on: None });
     }
 }

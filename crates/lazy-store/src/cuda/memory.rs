@@ -131,6 +131,9 @@ impl Store {
         let waited = || {
             device.bind()?;
             device.check_stream(stream)?;
+            if self.inner().cuda.as_ref().is_some_and(|cuda| cuda.is_done(stream)) {
+                return Ok(());
+            }
             device.synchronize(&Arc::clone(device).mark(stream)?)
         };
         waited().map_err(StoreError::of_device)

@@ -90,6 +90,12 @@ impl Cuda {
         &self.gpu
     }
 
+    /// Whether everything on a stream is done, without failure. It is known to be none that is captured.
+    fn is_done(&self, stream: Stream) -> bool {
+        // SAFETY: the stream is alive, by the promise of whoever named it.
+        unsafe { sys::cuStreamQuery(stream.0.cast()) }.result().is_ok()
+    }
+
     fn event(&self) -> Result<Stream, BoxError> {
         let free = lock(&self.events).pop();
         match free {

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use lazy_optim_nvme::raw::Kernels;
@@ -165,6 +166,7 @@ impl<'a> Run<'a> {
             stream: Some(ordered),
             ..StepInput::default()
         };
+        let started = Instant::now();
         let outcome = if place == Where::Shown {
             let rooms = &mut self.rooms;
             self.adam.step(&given, &input, &mut |param, first, values| {
@@ -185,6 +187,13 @@ impl<'a> Run<'a> {
         };
         if outcome.clip_coefficient >= 1.0 {
             return Err("nothing was clipped".into());
+        }
+        // By clocks of two processors.
+        let (early, late) = (-1e-3, started.elapsed().as_secs_f64() + 1e-3);
+        if let Some(span) = outcome.spans.iter().find(|span| span.start.0 < early || span.end.0 > late) {
+            return Err(
+                format!("{} ran from {} to {}, the step to {late}", span.name, span.start, span.end).into()
+            );
         }
         Ok(outcome.grad_norm)
     }
