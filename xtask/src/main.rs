@@ -40,6 +40,8 @@ enum Task {
     Clean(Passed),
     /// Measure, and compare with targets and peers
     Bench(bench::Options),
+    /// Test the decoder on this machine's GPU: starts `train-lm test-gpu`
+    TestGpu(Passed),
     /// Run everything continuous integration runs: fmt, tidy, clippy, tests, documentation
     Test(stages::Options),
     /// Check the rules no compiler checks: crate arrows, SAFETY notes, dead files, unit suffixes, words
@@ -61,6 +63,7 @@ fn main() -> ExitCode {
         Task::Plan(passed) => programs::start(Program::LazyPlan, None, &passed.args),
         Task::Probe(passed) => programs::start(Program::TrainLm, Some("probe"), &passed.args),
         Task::Clean(passed) => programs::start(Program::TrainLm, Some("clean"), &passed.args),
+        Task::TestGpu(passed) => programs::start(Program::TrainLm, Some("test-gpu"), &passed.args),
         Task::Bench(options) => bench::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Test(options) => stages::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),

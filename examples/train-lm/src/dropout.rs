@@ -30,6 +30,11 @@ impl Mask {
         (probability > 0.0).then_some(Mask { stream, threshold, scale: 1.0 / (1.0 - probability) })
     }
 
+    /// State of the stream, threshold and scale, for a kernel that makes the same mask.
+    pub(crate) fn parts(&self) -> (u64, u64, f32) {
+        (self.stream.state(), self.threshold, self.scale)
+    }
+
     /// Multiplies `values`, which are the elements from `first` on, by the mask. `first` is even.
     pub(crate) fn apply(&self, first: usize, values: &mut [f32]) {
         debug_assert!(first.is_multiple_of(2), "two elements share a word");

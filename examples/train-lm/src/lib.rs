@@ -2,6 +2,7 @@
 
 mod boundaries;
 pub mod console;
+pub mod cuda;
 pub mod data;
 pub mod decoder;
 pub mod dropout;

@@ -25,6 +25,8 @@ enum Command {
     Probe(Box<ProbeArgs>),
     /// Remove the spill folders of dead runs, and nothing else
     Clean(CleanArgs),
+    /// Test the decoder on this machine's GPU
+    TestGpu(TestGpuArgs),
 }
 
 #[derive(Args)]
@@ -43,11 +45,22 @@ struct CleanArgs {
     nvme_dir: PathBuf,
 }
 
+#[derive(Args)]
+struct TestGpuArgs {
+    /// Run the tests whose name contains this alone
+    #[arg(default_value = "")]
+    only: String,
+    /// Folder for spill files
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    nvme_dir: PathBuf,
+}
+
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Train(args) => train(&args),
         Command::Probe(args) => probe(&args),
         Command::Clean(args) => clean(&args),
+        Command::TestGpu(args) => test_gpu(&args),
     };
     match outcome {
         Ok(code) => code,
@@ -79,6 +92,14 @@ fn probe(args: &ProbeArgs) -> Result<ExitCode> {
         None => print(&profile)?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn test_gpu(args: &TestGpuArgs) -> Result<ExitCode> {
+    let gpu = lazy_store::cuda::Gpu::open(0)?;
+    tell(&format!("{gpu:?}, compute capability {:?}", gpu.capability()));
+    let (ran, failed) = train_lm::cuda::check::run(&gpu, &args.nvme_dir, &args.only, &mut tell);
+    tell(&format!("{ran} tests, {failed} failed"));
+    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn clean(args: &CleanArgs) -> Result<ExitCode> {

@@ -28,6 +28,12 @@ impl Stream {
         Stream { state: key.iter().fold(key.len() as u64, fold) }
     }
 
+    /// What the words are computed from, for those who compute them elsewhere: word `i` is SplitMix64's output function of this plus
+    /// `i + 1` times its constant.
+    pub fn state(self) -> u64 {
+        self.state
+    }
+
     /// Word number `index` of the stream.
     #[inline]
     pub fn word(self, index: u64) -> u64 {

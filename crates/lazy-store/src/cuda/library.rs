@@ -32,6 +32,16 @@ pub(crate) fn load(what: &'static str, names: &[&str]) -> Result<Library, StoreE
     Err(StoreError::LibraryMissing { what, names, reason })
 }
 
+/// Loads one of CUDA's libraries for a caller that uses it through cudarc, which finds it by its name from then on. `what` appears in the
+/// message; `names` are file names, the most specific first, looked for where the loader does, in toolkits, and in Python's wheels.
+///
+/// # Errors
+///
+/// [`StoreError::LibraryMissing`].
+pub fn load_library(what: &'static str, names: &[&str]) -> Result<(), StoreError> {
+    load(what, names).map(|_| ())
+}
+
 /// Where libraries of CUDA lie when the loader's own search does not find them: toolkits, and the wheels beside a Python.
 fn folders() -> Vec<PathBuf> {
     let mut folders = Vec::new();

@@ -23,6 +23,7 @@ use crate::device::{Device, Mark, Pin, Stream};
 use crate::error::{BoxError, StoreError};
 
 pub use gpu::{Gpu, device_count};
+pub use library::load_library;
 pub use memory::{DeviceMemory, PendingSlice, Refused};
 
 /// The driver's name for the default stream of the calling thread.

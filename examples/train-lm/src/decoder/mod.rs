@@ -28,8 +28,10 @@ pub use loss::{IGNORED, Loss, shifted_targets};
 pub use ops::with_slice;
 pub use sizes::{DeclaredSizes, NamedBytes};
 
+pub(crate) use config::{Geometry, check as check_spec};
+pub(crate) use layer::PARAMETERS as LAYER_PARAMETERS;
+
 use crate::dropout::DropoutKey;
-use config::Geometry;
 use norm::RotaryTable;
 
 /// What can go wrong in the decoder.

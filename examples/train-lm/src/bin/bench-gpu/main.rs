@@ -1,0 +1,255 @@
+//! `cargo xtask bench gpu`: steps of a Qwen3-shaped decoder on a GPU under several plans, beside what was predicted of them, and beside
+//! PyTorch on the same shape where it is at hand. The program that is built can be copied to where the GPU is.
+//!
+//! Layers and links are measured by an earlier process, whose profile is what plans are made and predicted from.
+
+#![allow(clippy::print_stdout, reason = "prints its rows")]
+
+mod measure;
+mod peer;
+mod plans;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::Parser;
+use lazy_model::{Bytes, HardwareProfile, ModelSpec};
+use lazy_runtime::ModelOptions;
+use lazy_store::BoxError;
+use lazy_store::cuda::Gpu;
+use serde_json::{Value, json};
+use train_lm::cuda::{CudaOptions, Real};
+use train_lm::model::Shape;
+
+use crate::plans::{Measured, Plan, Planner};
+
+/// Steps of a Qwen3-shaped decoder on a GPU under several plans, beside PyTorch
+#[derive(Parser)]
+struct Args {
+    /// Shape: qwen3-0.6b, qwen3-1.7b, qwen3-4b or qwen3-8b
+    #[arg(long, default_value = "qwen3-4b")]
+    shape: String,
+    /// Rows
+    #[arg(long, default_value_t = 16)]
+    batch: usize,
+    /// Tokens in a row
+    #[arg(long, default_value_t = 1024)]
+    seq: usize,
+    /// Steps of each plan, after one that warms up
+    #[arg(long, default_value_t = 5)]
+    steps: u64,
+    /// Caps on HBM, in GiB, for weights, gradients and activations, for which plans are solved
+    #[arg(long, value_delimiter = ',', default_value = "70,40,24")]
+    caps: Vec<f64>,
+    /// Host RAM for boundaries
+    #[arg(long, value_name = "GIB", default_value_t = 16.0)]
+    host_gib: f64,
+    /// Leave out the plans that are not solved: all boundaries in host RAM, all on NVMe, weights streamed
+    #[arg(long)]
+    solved_only: bool,
+    /// Folder for spill files
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    /// Python that has PyTorch
+    #[arg(long, default_value = "python3")]
+    python: PathBuf,
+    /// PyTorch on the same shape: a program with the flags of `torch_lm.py`
+    #[arg(long)]
+    peer: Option<PathBuf>,
+    /// Measure layers and links, write the profile to this file, and end
+    #[arg(long, value_name = "FILE")]
+    probe: Option<PathBuf>,
+}
+
+/// Hidden, layers, intermediate, heads, heads of keys, head_dim; and the size of the vocabulary they share.
+const SHAPES: [(&str, [usize; 6]); 4] = [
+    ("qwen3-0.6b", [1024, 28, 3072, 16, 8, 128]),
+    ("qwen3-1.7b", [2048, 28, 6144, 16, 8, 128]),
+    ("qwen3-4b", [2560, 36, 9728, 32, 8, 128]),
+    ("qwen3-8b", [4096, 36, 12288, 32, 8, 128]),
+];
+const VOCABULARY: usize = 151_936;
+
+fn spec(shape: &str) -> Result<ModelSpec, BoxError> {
+    let names = || SHAPES.map(|(name, _)| name).join(", ");
+    let known = SHAPES.iter().find(|(name, _)| *name == shape);
+    let [hidden, layers, intermediate, heads, kv_heads, head_dim] =
+        known.ok_or_else(|| format!("--shape {shape}: give one of {}", names()))?.1;
+    let config = json!({
+        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": VOCABULARY,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": true, "attention_bias": false,
+        "max_position_embeddings": 40960, "hidden_act": "silu",
+    });
+    Ok(ModelSpec::from_json(&config.to_string())?)
+}
+
+fn main() -> Result<(), BoxError> {
+    let args = Args::parse();
+    let gpu = Gpu::open(0)?;
+    let options = CudaOptions {
+        shape: Shape { batch: args.batch, seq: args.seq },
+        real: Real::Bf16,
+        gradients: Real::Bf16,
+        dropout: 0.0,
+        model: ModelOptions::default(),
+        poison: false,
+    };
+    let planner =
+        Planner { gpu, spec: spec(&args.shape)?, options, dir: args.dir.clone(), steps: args.steps };
+    if let Some(file) = &args.probe {
+        std::fs::write(file, measure::profile(&planner)?.to_json())?;
+        return Ok(());
+    }
+    let profile = probed(&args)?;
+    let rows = rows(&args, &planner, &profile)?;
+    println!("{}", serde_json::to_string_pretty(&rows)?);
+    Ok(())
+}
+
+/// The profile that another process measures.
+fn probed(args: &Args) -> Result<HardwareProfile, BoxError> {
+    let file = args.dir.join("bench-gpu-profile.json");
+    let mut own = Command::new(std::env::current_exe()?);
+    own.args(["--shape", &args.shape, "--batch", &args.batch.to_string(), "--seq", &args.seq.to_string()]);
+    own.arg("--dir").arg(&args.dir).arg("--probe").arg(&file);
+    let status = own.status()?;
+    if !status.success() {
+        return Err(format!("the process that measures layers and links ended with {status}").into());
+    }
+    let profile = HardwareProfile::from_json(&std::fs::read_to_string(&file)?)?;
+    std::fs::remove_file(&file)?;
+    Ok(profile)
+}
+
+/// A row with a peer and a goal, where there are such.
+fn row(name: &str, value: (f64, &str), against: Option<(&str, f64)>, goal: Option<(f64, bool)>) -> Value {
+    let ratio = against.map(|(_, other)| value.0 / other);
+    let met = goal
+        .zip(ratio)
+        .map(|((target, at_most), ratio)| if at_most { ratio <= target } else { ratio >= target });
+    json!({
+        "row": name, "value": value.0, "unit": value.1,
+        "against": against.map(|(name, _)| name), "against_value": against.map(|(_, value)| value), "ratio": ratio,
+        "target": met.and(goal).map(|(target, _)| target), "met": met, "at_most": goal.is_some_and(|(_, at_most)| at_most),
+    })
+}
+
+fn gibibytes(gib: f64) -> Bytes {
+    Bytes((gib * (1u64 << 30) as f64) as u64)
+}
+
+fn gib(bytes: Bytes) -> f64 {
+    bytes.get() as f64 / (1u64 << 30) as f64
+}
+
+fn rows(args: &Args, planner: &Planner, profile: &HardwareProfile) -> Result<Vec<Value>, BoxError> {
+    let mut rows = Vec::new();
+    let tokens = (args.batch * args.seq) as f64;
+    let peers = match &args.peer {
+        Some(program) => peer::run(&args.python, program, args)?,
+        None => Vec::new(),
+    };
+    let torch = |mode: &str| peers.iter().find(|p| p.mode == mode);
+    let run = |plan: Plan| -> Result<Measured, BoxError> {
+        let measured = planner.run(&plan, profile)?;
+        eprintln!("{}", measured.line());
+        Ok(measured)
+    };
+    let resident = run(Plan::Resident)?;
+    let checkpoint = run(Plan::Checkpoint)?;
+    let speed = |m: &Measured| (tokens / m.step.get(), "tokens/s");
+    let beside = |mode: &str| torch(mode).map(|p| (p.name.as_str(), p.tokens_per_s));
+    rows.push(row("resident", speed(&resident), beside("resident"), Some((1.0, false))));
+    rows.push(row("checkpoint every layer", speed(&checkpoint), beside("ckpt"), None));
+    let mut all = vec![resident, checkpoint];
+    for &cap in &args.caps {
+        let auto = run(Plan::Solved { hbm: gibibytes(cap), host: gibibytes(args.host_gib) })?;
+        let name = format!("solved at {cap} GiB");
+        let slower = ("resident", all[0].step.get());
+        if cap >= 70.0 {
+            rows.push(row(&name, (auto.step.get(), "s"), Some(slower), Some((1.06, true))));
+            rows.push(row(&name, speed(&auto), beside("ckpt"), Some((1.12, false))));
+            let best = peers
+                .iter()
+                .filter(|p| p.kept.is_some())
+                .max_by(|a, b| a.tokens_per_s.total_cmp(&b.tokens_per_s));
+            rows.push(row(
+                &name,
+                speed(&auto),
+                best.map(|p| (p.name.as_str(), p.tokens_per_s)),
+                Some((1.0, false)),
+            ));
+        } else {
+            // On the line from resident to checkpoint at the memory that is used.
+            let (full, least) = (&all[0], &all[1]);
+            let share = (gib(full.peak) - cap.min(gib(full.peak))) / (gib(full.peak) - gib(least.peak));
+            let line = full.step.get() + share * (least.step - full.step).get();
+            rows.push(row(
+                &name,
+                (auto.step.get(), "s"),
+                Some(("line from resident to checkpoint", line)),
+                Some((1.0, true)),
+            ));
+        }
+        all.push(auto);
+    }
+    if !args.solved_only {
+        for plan in [Plan::Host, Plan::Nvme] {
+            let forced = run(plan)?;
+            let compute = all[1].step.get();
+            let bound = compute.max(forced.link.get());
+            let name = format!("boundaries {}", forced.name);
+            rows.push(row(
+                &name,
+                (forced.step.get(), "s"),
+                Some(("compute or link", bound)),
+                Some((1.05, true)),
+            ));
+            let predicted = forced.predicted_wait.get();
+            rows.push(row(
+                &format!("{name}: waits"),
+                (forced.wait.get(), "s"),
+                (predicted > 0.0).then_some(("predicted", predicted)),
+                None,
+            ));
+            all.push(forced);
+        }
+        let streamed = run(Plan::Streamed)?;
+        let against = ("checkpoint, weights resident", all[1].step.get());
+        rows.push(row(
+            "weights streamed from host RAM",
+            (streamed.step.get(), "s"),
+            Some(against),
+            Some((1.0 / 0.95, true)),
+        ));
+        all.push(streamed);
+    }
+    for measured in &all {
+        let off = |predicted: f64, most: f64| ((1.0 - most)..=(1.0 + most)).contains(&predicted);
+        let ratio = measured.step.get() / measured.predicted.get();
+        let mut predicted = row(
+            &format!("{}: step", measured.name),
+            (measured.step.get(), "s"),
+            Some(("predicted", measured.predicted.get())),
+            None,
+        );
+        (predicted["target"], predicted["met"]) = (json!(1.05), json!(off(ratio, 0.05)));
+        rows.push(predicted);
+        let ratio = measured.peak.get() as f64 / measured.predicted_peak.get() as f64;
+        let mut peak = row(
+            &format!("{}: peak", measured.name),
+            (gib(measured.peak), "GiB"),
+            Some(("predicted", gib(measured.predicted_peak))),
+            None,
+        );
+        (peak["target"], peak["met"]) = (json!(1.01), json!(off(ratio, 0.01)));
+        rows.push(peak);
+    }
+    Ok(rows)
+}
+
+/// Where spill files of a plan lie.
+fn spill(dir: &Path) -> PathBuf {
+    dir.join("bench-gpu-spill")
+}

@@ -1,0 +1,111 @@
+//! Times of layers and rates of links on this machine.
+
+use std::time::SystemTime;
+
+use lazy_model::step::Work;
+use lazy_model::{Bytes, HardwareProfile, Links, Marked, Schedule, StepTimes, Tiers};
+use lazy_runtime::Program;
+use lazy_runtime::StepReport;
+use lazy_store::{BoxError, DeviceChoice, NvmeOptions, Store, StoreOptions};
+use train_lm::cuda::trial::Trial;
+use train_lm::probe::median;
+
+use crate::plans::{Planner, Pool, ids};
+use crate::spill;
+
+/// Steps after one that warms up.
+const STEPS: u64 = 3;
+
+/// Times in milliseconds by what ran.
+#[derive(Default)]
+struct Times {
+    prologue: Vec<f64>,
+    forward: Vec<f64>,
+    saving: Vec<f64>,
+    backward: Vec<f64>,
+    epilogue: Vec<f64>,
+    prologue_backward: Vec<f64>,
+}
+
+impl Times {
+    fn add(&mut self, program: &Program, report: &StepReport) {
+        for (task, span) in program.plan().tasks().zip(&report.timeline.spans) {
+            let list = match task.work {
+                Work::Prologue => &mut self.prologue,
+                Work::Forward { keep: false, .. } => &mut self.forward,
+                Work::Forward { keep: true, .. } => &mut self.saving,
+                Work::Backward(_) => &mut self.backward,
+                Work::Epilogue => &mut self.epilogue,
+                Work::PrologueBackward => &mut self.prologue_backward,
+                Work::Recompute { .. } | Work::Copy => continue,
+            };
+            list.push(span.duration().get() * 1e3);
+        }
+    }
+}
+
+/// The profile of this machine for the planner's model and shape.
+pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
+    let when = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    let dir = spill(&planner.dir);
+    std::fs::create_dir_all(&dir)?;
+    let (pool, layers) = (Pool::new(), planner.spec.layers());
+    let batch = vec![ids(planner.options.shape.tokens(), planner.spec.vocab)];
+    let mut times = Times::default();
+    let mut boundary = Bytes::ZERO;
+    {
+        // Every other layer keeps its internals, so that both kinds of forward are seen.
+        let choose = |model: &lazy_runtime::Model| {
+            boundary = model.sizes().boundary[0];
+            let mut schedule = Schedule::named("probe", &model.sizes().boundary, false);
+            schedule.keep.iter_mut().step_by(2).for_each(|keep| *keep = true);
+            Ok(schedule)
+        };
+        let mut trial =
+            Trial::open(&planner.gpu, &planner.spec, planner.options, &dir, choose, |_, shape| {
+                pool.parameter(shape)
+            })?;
+        for step in 0..=STEPS {
+            let report = trial.step(step, &batch)?;
+            if step > 0 {
+                times.add(&trial.program, &report);
+            }
+        }
+    }
+    let each = |list: Vec<f64>| Marked::measured(vec![median(list); layers], "steps of the decoder", &when);
+    let one = |list: Vec<f64>| Marked::measured(median(list), "steps of the decoder", &when);
+    let room = Bytes(boundary.get() * 8);
+    let store = Store::open(StoreOptions {
+        device: DeviceChoice::Cuda { ordinal: 0 },
+        hbm: room,
+        host: room,
+        nvme: Some(NvmeOptions::new(&dir, room)),
+        ..StoreOptions::default()
+    })?;
+    let rates = store.probe_links(boundary)?;
+    let marked = |rate| Marked::measured(rate, "copies of one boundary", &when);
+    let links = Links::alone(
+        marked(rates.d2h),
+        marked(rates.h2d),
+        marked(rates.nvme_write.unwrap_or_default()),
+        marked(rates.nvme_read.unwrap_or_default()),
+    );
+    let times = StepTimes {
+        workload: format!("{} layers, hidden {}", layers, planner.spec.hidden),
+        forward_ms: each(times.forward),
+        saving_forward_ms: each(times.saving),
+        backward_ms: each(times.backward),
+        prologue_ms: one(times.prologue),
+        prologue_backward_ms: one(times.prologue_backward),
+        epilogue_ms: one(times.epilogue),
+    };
+    Ok(HardwareProfile {
+        name: "this machine".into(),
+        tiers: Tiers::default(),
+        links,
+        drives: None,
+        compute: None,
+        times: Some(times),
+        optimizer_elements_per_s: None,
+    })
+}

@@ -1,0 +1,287 @@
+//! Where a layer and the loss keep what they make: in the bytes they save and in their workspaces.
+
+use lazy_model::Bytes;
+use lazy_store::DeviceRange;
+
+use super::{CudaOptions, Geometry, Real};
+
+/// Buffers start at multiples of this.
+const ALIGNMENT: u64 = 256;
+/// Workspace of a matrix product: what cuBLASLt is advised to have on Hopper.
+const BLAS_BYTES: u64 = 32 << 20;
+/// Blocks of a kernel that adds up the gradient of a norm's weights, each of which leaves a part.
+pub(super) const PARTS: u32 = 512;
+/// Tokens whose logits exist at a time.
+const LOSS_TOKENS: usize = 4096;
+
+/// Sizes of everything, for one shape.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Places {
+    tokens: u64,
+    geometry: Geometry,
+    vocab: usize,
+    real: Real,
+    table: u64,
+    dropout: bool,
+}
+
+/// Cuts buffers off a range, one after the other.
+struct Cut {
+    address: u64,
+    end: u64,
+}
+
+impl Cut {
+    fn of(range: DeviceRange) -> Cut {
+        Cut { address: range.address, end: 0 }
+    }
+
+    fn take(&mut self, bytes: u64) -> DeviceRange {
+        let range = DeviceRange { address: self.address + self.end, bytes: Bytes(bytes) };
+        self.end += bytes.next_multiple_of(ALIGNMENT);
+        range
+    }
+}
+
+/// A range to ask for sizes alone.
+const NOWHERE: DeviceRange = DeviceRange { address: 0, bytes: Bytes(0) };
+
+/// What backward needs of forward besides the layer's input.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Internals {
+    pub(super) q: DeviceRange,
+    pub(super) k: DeviceRange,
+    pub(super) v: DeviceRange,
+    pub(super) attended: DeviceRange,
+    pub(super) lse: DeviceRange,
+    pub(super) mid: DeviceRange,
+    pub(super) gate: DeviceRange,
+    pub(super) up: DeviceRange,
+}
+
+/// Where a forward works.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ForwardPlaces {
+    pub(super) blas: DeviceRange,
+    pub(super) table: DeviceRange,
+    pub(super) normed: DeviceRange,
+    pub(super) rotated_q: DeviceRange,
+    pub(super) rotated_k: DeviceRange,
+    pub(super) gated: DeviceRange,
+    /// A residual branch before its dropout; empty without.
+    pub(super) branch: DeviceRange,
+    pub(super) internals: Internals,
+}
+
+/// Where a backward works.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BackwardPlaces {
+    pub(super) blas: DeviceRange,
+    pub(super) table: DeviceRange,
+    pub(super) parts: DeviceRange,
+    pub(super) normed: DeviceRange,
+    pub(super) d_normed: DeviceRange,
+    /// The gradient of a residual branch before its dropout; empty without.
+    pub(super) branch: DeviceRange,
+    pub(super) gated: DeviceRange,
+    pub(super) d_gate: DeviceRange,
+    pub(super) d_up: DeviceRange,
+    pub(super) delta: DeviceRange,
+    pub(super) rotated_q: DeviceRange,
+    pub(super) rotated_k: DeviceRange,
+    pub(super) d_attended: DeviceRange,
+    pub(super) d_q: DeviceRange,
+    pub(super) d_k: DeviceRange,
+    pub(super) d_v: DeviceRange,
+}
+
+/// Where the loss works.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LossPlaces {
+    /// Tokens at a time.
+    pub(super) rows: usize,
+    /// Elements from one row of logits to the next.
+    pub(super) pitch: usize,
+    pub(super) blas: DeviceRange,
+    pub(super) parts: DeviceRange,
+    pub(super) losses: DeviceRange,
+    pub(super) normed: DeviceRange,
+    pub(super) d_normed: DeviceRange,
+    pub(super) logits: DeviceRange,
+}
+
+impl Places {
+    pub(super) fn new(geometry: &Geometry, vocab: usize, options: &CudaOptions) -> Places {
+        let table = options.shape.seq * geometry.head_dim / 2 * size_of::<[f32; 2]>();
+        Places {
+            tokens: options.shape.tokens() as u64,
+            geometry: *geometry,
+            vocab,
+            real: options.real,
+            table: table as u64,
+            dropout: options.dropout > 0.0,
+        }
+    }
+
+    /// A tensor of `width` elements a token.
+    fn wide(&self, width: usize) -> u64 {
+        self.tokens * width as u64 * self.real.bytes() as u64
+    }
+
+    fn fp32(&self, width: usize) -> u64 {
+        self.tokens * width as u64 * 4
+    }
+
+    pub(super) fn boundary(&self) -> Bytes {
+        Bytes(self.wide(self.geometry.hidden))
+    }
+
+    fn branch(&self) -> u64 {
+        if self.dropout { self.wide(self.geometry.hidden) } else { 0 }
+    }
+
+    fn parts(&self) -> u64 {
+        let g = &self.geometry;
+        u64::from(PARTS) * g.hidden.max(g.head_dim) as u64 * 4
+    }
+
+    fn cut_internals(&self, cut: &mut Cut) -> Internals {
+        let g = &self.geometry;
+        let (q, kv, h, i) = (g.query_width(), g.kv_width(), g.hidden, g.intermediate);
+        Internals {
+            q: cut.take(self.wide(q)),
+            k: cut.take(self.wide(kv)),
+            v: cut.take(self.wide(kv)),
+            attended: cut.take(self.wide(q)),
+            lse: cut.take(self.fp32(g.heads)),
+            mid: cut.take(self.wide(h)),
+            gate: cut.take(self.wide(i)),
+            up: cut.take(self.wide(i)),
+        }
+    }
+
+    /// The parts of what is saved.
+    pub(super) fn internals(&self, saved: DeviceRange) -> Internals {
+        self.cut_internals(&mut Cut::of(saved))
+    }
+
+    pub(super) fn internals_bytes(&self) -> Bytes {
+        let mut cut = Cut::of(NOWHERE);
+        self.cut_internals(&mut cut);
+        Bytes(cut.end)
+    }
+
+    fn cut_forward(&self, workspace: DeviceRange, saved: Option<DeviceRange>) -> (ForwardPlaces, Bytes) {
+        let g = &self.geometry;
+        let (q, kv, h, i) = (g.query_width(), g.kv_width(), g.hidden, g.intermediate);
+        let mut cut = Cut::of(workspace);
+        let (blas, table) = (cut.take(BLAS_BYTES), cut.take(self.table));
+        let (normed, branch) = (cut.take(self.wide(h)), cut.take(self.branch()));
+        // Attention and what follows it are never there at once.
+        if let Some(saved) = saved {
+            let internals = self.internals(saved);
+            let mut other = Cut { ..cut };
+            let (rotated_q, rotated_k) = (cut.take(self.wide(q)), cut.take(self.wide(kv)));
+            let gated = other.take(self.wide(i));
+            let places =
+                ForwardPlaces { blas, table, normed, rotated_q, rotated_k, gated, branch, internals };
+            return (places, Bytes(cut.end.max(other.end)));
+        }
+        let mid = cut.take(self.wide(h));
+        let mut other = Cut { ..cut };
+        let (q, k, v) = (cut.take(self.wide(q)), cut.take(self.wide(kv)), cut.take(self.wide(kv)));
+        let (attended, lse) = (cut.take(self.wide(g.query_width())), cut.take(self.fp32(g.heads)));
+        let (gate, up) = (other.take(self.wide(i)), other.take(self.wide(i)));
+        let internals = Internals { q, k, v, attended, lse, mid, gate, up };
+        // Made in place.
+        let (rotated_q, rotated_k, gated) = (q, k, gate);
+        let places = ForwardPlaces { blas, table, normed, rotated_q, rotated_k, gated, branch, internals };
+        (places, Bytes(cut.end.max(other.end)))
+    }
+
+    /// Where a forward works; with `saved`, its internals are there.
+    pub(super) fn forward(&self, workspace: DeviceRange, saved: Option<DeviceRange>) -> ForwardPlaces {
+        self.cut_forward(workspace, saved).0
+    }
+
+    /// What a forward takes, whether it saves or not.
+    pub(super) fn forward_bytes(&self) -> Bytes {
+        self.cut_forward(NOWHERE, None).1.max(self.saving_bytes())
+    }
+
+    /// What a forward takes that saves.
+    fn saving_bytes(&self) -> Bytes {
+        self.cut_forward(NOWHERE, Some(NOWHERE)).1
+    }
+
+    fn cut_backward(&self, workspace: DeviceRange) -> (BackwardPlaces, Bytes) {
+        let g = &self.geometry;
+        let (q, kv, h, i) = (g.query_width(), g.kv_width(), g.hidden, g.intermediate);
+        let mut cut = Cut::of(workspace);
+        let (blas, table, parts) = (cut.take(BLAS_BYTES), cut.take(self.table), cut.take(self.parts()));
+        let (normed, d_normed) = (cut.take(self.wide(h)), cut.take(self.wide(h)));
+        let branch = cut.take(self.branch());
+        let mut other = Cut { ..cut };
+        let places = BackwardPlaces {
+            blas,
+            table,
+            parts,
+            normed,
+            d_normed,
+            branch,
+            gated: cut.take(self.wide(i)),
+            d_gate: cut.take(self.wide(i)),
+            d_up: cut.take(self.wide(i)),
+            delta: other.take(self.fp32(g.heads)),
+            rotated_q: other.take(self.wide(q)),
+            rotated_k: other.take(self.wide(kv)),
+            d_attended: other.take(self.wide(q)),
+            d_q: other.take(self.wide(q)),
+            d_k: other.take(self.wide(kv)),
+            d_v: other.take(self.wide(kv)),
+        };
+        (places, Bytes(cut.end.max(other.end)))
+    }
+
+    pub(super) fn backward(&self, workspace: DeviceRange) -> BackwardPlaces {
+        self.cut_backward(workspace).0
+    }
+
+    /// What a backward takes, and a forward for its internals alone before it.
+    pub(super) fn backward_bytes(&self) -> Bytes {
+        self.cut_backward(NOWHERE).1.max(self.saving_bytes())
+    }
+
+    fn cut_loss(&self, workspace: DeviceRange) -> (LossPlaces, Bytes) {
+        let rows = LOSS_TOKENS.min(self.tokens as usize);
+        let element = self.real.bytes();
+        let pitch = self.vocab.next_multiple_of(16 / element);
+        let normed = (rows * self.geometry.hidden * element) as u64;
+        let mut cut = Cut::of(workspace);
+        let places = LossPlaces {
+            rows,
+            pitch,
+            blas: cut.take(BLAS_BYTES),
+            parts: cut.take(self.parts()),
+            losses: cut.take(self.fp32(1)),
+            normed: cut.take(normed),
+            d_normed: cut.take(normed),
+            logits: cut.take((rows * pitch * element) as u64),
+        };
+        (places, Bytes(cut.end))
+    }
+
+    pub(super) fn loss(&self, workspace: DeviceRange) -> LossPlaces {
+        self.cut_loss(workspace).0
+    }
+
+    pub(super) fn loss_bytes(&self) -> Bytes {
+        self.cut_loss(NOWHERE).1
+    }
+}
+
+/// Part of a tensor: `rows` rows from row `first` on, of `bytes` each.
+pub(super) fn rows_of(tensor: DeviceRange, first: usize, rows: usize, bytes: usize) -> DeviceRange {
+    let address = tensor.address + (first * bytes) as u64;
+    DeviceRange { address, bytes: Bytes((rows * bytes) as u64) }
+}
