@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 use train_lm::console::{print, tell};
+use train_lm::cuda::check::{CheckArgs, check};
 use train_lm::error::{Result, TrainError};
 use train_lm::settings::TrainArgs;
 use train_lm::stop;
@@ -26,7 +27,7 @@ enum Command {
     /// Remove the spill folders of dead runs, and nothing else
     Clean(CleanArgs),
     /// Test the decoder on this machine's GPU
-    TestGpu(TestGpuArgs),
+    TestGpu(CheckArgs),
 }
 
 #[derive(Args)]
@@ -42,16 +43,6 @@ struct ProbeArgs {
 struct CleanArgs {
     /// Folder that holds the spill folders
     #[arg(long, value_name = "DIR", default_value = "runs/spill")]
-    nvme_dir: PathBuf,
-}
-
-#[derive(Args)]
-struct TestGpuArgs {
-    /// Run the tests whose name contains this alone
-    #[arg(default_value = "")]
-    only: String,
-    /// Folder for spill files
-    #[arg(long, value_name = "DIR", default_value = ".")]
     nvme_dir: PathBuf,
 }
 
@@ -94,12 +85,8 @@ fn probe(args: &ProbeArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn test_gpu(args: &TestGpuArgs) -> Result<ExitCode> {
-    let gpu = lazy_store::cuda::Gpu::open(0)?;
-    tell(&format!("{gpu:?}, compute capability {:?}", gpu.capability()));
-    let (ran, failed) = train_lm::cuda::check::run(&gpu, &args.nvme_dir, &args.only, &mut tell);
-    tell(&format!("{ran} tests, {failed} failed"));
-    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+fn test_gpu(args: &CheckArgs) -> Result<ExitCode> {
+    Ok(if check(args, &mut tell)? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn clean(args: &CleanArgs) -> Result<ExitCode> {

@@ -3,13 +3,13 @@
 mod plans;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use lazy_model::{ModelSpec, Schedule};
 use lazy_runtime::ModelOptions;
-use lazy_store::BoxError;
 use lazy_store::cuda::Gpu;
+use lazy_store::{BoxError, StoreError};
 
 use super::trial::{Trial, bytes_of, values_of};
 use super::{CudaOptions, Real};
@@ -40,11 +40,27 @@ const ALL: &[(&str, Test)] = &[
     ("1000 steps with boundaries coming from RAM four ahead", plans::long_run),
 ];
 
-/// Runs all tests whose name contains `only`, printing a line each by `say`. How many ran and how many failed.
-pub fn run(gpu: &Gpu, dir: &Path, only: &str, say: &mut dyn FnMut(&str)) -> (usize, usize) {
-    let bench = Bench { gpu, dir };
+/// Which tests to run, and where.
+#[derive(clap::Args)]
+pub struct CheckArgs {
+    /// Run the tests whose name contains this alone
+    #[arg(default_value = "")]
+    only: String,
+    /// Folder for spill files
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    nvme_dir: PathBuf,
+}
+
+/// Runs tests on the first GPU; a line for each, and their count, go to `say`. Whether all passed.
+///
+/// # Errors
+/// When there is no GPU to test.
+pub fn check(args: &CheckArgs, say: &mut dyn FnMut(&str)) -> Result<bool, StoreError> {
+    let gpu = Gpu::open(0)?;
+    say(&format!("{gpu:?}, compute capability {:?}", gpu.capability()));
+    let bench = Bench { gpu: &gpu, dir: &args.nvme_dir };
     let (mut ran, mut failed) = (0, 0);
-    for (name, test) in ALL.iter().filter(|(name, _)| name.contains(only)) {
+    for (name, test) in ALL.iter().filter(|(name, _)| name.contains(&args.only)) {
         ran += 1;
         match test(&bench) {
             Ok(what) => say(&format!("ok      {name}: {what}")),
@@ -54,7 +70,8 @@ pub fn run(gpu: &Gpu, dir: &Path, only: &str, say: &mut dyn FnMut(&str)) -> (usi
             }
         }
     }
-    (ran, failed)
+    say(&format!("{ran} tests, {failed} failed"));
+    Ok(failed == 0)
 }
 
 /// A case computed by transformers: see `tests/golden.rs`.

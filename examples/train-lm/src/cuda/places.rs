@@ -285,3 +285,77 @@ pub(super) fn rows_of(tensor: DeviceRange, first: usize, rows: usize, bytes: usi
     let address = tensor.address + (first * bytes) as u64;
     DeviceRange { address, bytes: Bytes((rows * bytes) as u64) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Shape;
+    use lazy_runtime::ModelOptions;
+
+    const ADDRESS: u64 = 1 << 20;
+
+    fn places(
+        real: Real,
+        dropout: f32,
+        [hidden, intermediate, heads, kv_heads, head_dim]: [usize; 5],
+    ) -> Places {
+        let geometry = Geometry { hidden, heads, kv_heads, head_dim, intermediate, parameters: 0 };
+        let (shape, gradients, model) = (Shape { batch: 3, seq: 33 }, Real::F32, ModelOptions::default());
+        let options = CudaOptions { shape, real, gradients, dropout, model, poison: false };
+        Places::new(&geometry, 203, &options)
+    }
+
+    fn all() -> impl Iterator<Item = Places> {
+        let shapes = [[64, 160, 4, 2, 32], [48, 72, 3, 1, 16], [512, 64, 8, 8, 128]];
+        let kinds = [(Real::F32, 0.0), (Real::Bf16, 0.0), (Real::Bf16, 0.1)];
+        shapes.into_iter().flat_map(move |shape| kinds.map(|(real, dropout)| places(real, dropout, shape)))
+    }
+
+    /// Buffers that are there at the same time lie apart, on vector boundaries, and inside what was asked for.
+    fn apart(buffers: &[DeviceRange], bytes: Bytes) {
+        let mut sorted = buffers.to_vec();
+        sorted.retain(|b| b.bytes > Bytes::ZERO);
+        sorted.sort_by_key(|b| b.address);
+        for pair in sorted.windows(2) {
+            assert!(pair[0].address + pair[0].bytes.get() <= pair[1].address, "{pair:?}");
+        }
+        let end = sorted.last().map_or(ADDRESS, |b| b.address + b.bytes.get());
+        assert!(sorted[0].address >= ADDRESS && end <= ADDRESS + bytes.get());
+        assert!(sorted.iter().all(|b| b.address.is_multiple_of(16)));
+    }
+
+    fn workspace(bytes: Bytes) -> DeviceRange {
+        DeviceRange { address: ADDRESS, bytes }
+    }
+
+    #[test]
+    fn what_a_forward_holds_at_once_lies_apart() {
+        for places in all() {
+            let bytes = places.forward_bytes();
+            let f = places.forward(workspace(bytes), Some(workspace(places.internals_bytes())));
+            let i = f.internals;
+            apart(&[i.q, i.k, i.v, i.attended, i.lse, i.mid, i.gate, i.up], places.internals_bytes());
+            apart(&[f.blas, f.table, f.normed, f.branch, f.rotated_q, f.rotated_k], bytes);
+            apart(&[f.blas, f.table, f.normed, f.branch, f.gated], bytes);
+            let f = places.forward(workspace(bytes), None);
+            let i = f.internals;
+            apart(&[f.blas, f.table, f.normed, f.branch, i.q, i.k, i.v, i.attended, i.lse, i.mid], bytes);
+            apart(&[f.blas, f.table, f.normed, f.branch, i.mid, i.gate, i.up], bytes);
+        }
+    }
+
+    #[test]
+    fn what_a_backward_and_a_loss_hold_at_once_lies_apart() {
+        for places in all() {
+            let bytes = places.backward_bytes();
+            let b = places.backward(workspace(bytes));
+            let always = [b.blas, b.table, b.parts, b.normed, b.d_normed, b.branch];
+            apart(&[&always[..], &[b.gated, b.d_gate, b.d_up]].concat(), bytes);
+            let attention = [b.delta, b.rotated_q, b.rotated_k, b.d_attended, b.d_q, b.d_k, b.d_v];
+            apart(&[&always[..], &attention].concat(), bytes);
+            let l = places.loss(workspace(places.loss_bytes()));
+            apart(&[l.blas, l.parts, l.losses, l.normed, l.d_normed, l.logits], places.loss_bytes());
+            assert!(l.pitch >= 203 && l.rows == 99);
+        }
+    }
+}
