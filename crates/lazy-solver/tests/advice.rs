@@ -110,6 +110,17 @@ fn a_row_of_a_sweep_without_a_plan_has_a_status_and_a_reason() {
     assert!(shown.contains("\nhbm-gib=1: the hbm budget is 1.000 GiB"), "{shown}");
 }
 
+/// Planned from the least up, shown in the order given, and no row is worse than one with less.
+#[test]
+fn rows_of_a_sweep_come_as_given_and_more_is_never_worse() {
+    let words = "--model qwen3-4b --machine rtx4090 --batch 4 --seq 512 --host-gib 2 --nvme-gib 0 --sweep hbm-gib=17.5,16.9";
+    let rows = json(words);
+    let of = |row: &Value| [&row["sweep"]["value"], &row["predicted_step_s"]].map(|v| v.as_f64().unwrap());
+    let [[more, faster], [less, slower]] = [0, 1].map(|row| of(&rows[row]));
+    assert_eq!((more, less), (17.5, 16.9));
+    assert!(faster < slower, "{faster} s with more HBM, {slower} with less");
+}
+
 #[test]
 fn a_machine_without_sizes_says_which_are_missing() {
     let mut profile: Value =
