@@ -398,6 +398,22 @@ impl StepPlan {
             && task.writes.iter().any(|&id| matches!(self.buffer(id).content, Content::WeightGradients(_)))
     }
 
+    /// The same list once more behind itself, as two micro-batches are submitted.
+    pub(crate) fn twice(&self) -> StepPlan {
+        let tasks = self.tasks().count();
+        let again = |op: &Op| match op {
+            Op::Run(task) => {
+                let after = task.after.map(|TaskId(before)| TaskId(before + tasks));
+                Op::Run(Task { after, ..task.clone() })
+            }
+            other => other.clone(),
+        };
+        let ops = self.ops.iter().cloned().chain(self.ops.iter().map(again)).collect();
+        let mut plan = StepPlan { buffers: self.buffers.clone(), ops, waits: Vec::new(), ..*self };
+        plan.waits = plan.derive_waits();
+        plan
+    }
+
     /// The tasks in list order; [`TaskId`] is the position in this sequence.
     pub fn tasks(&self) -> impl Iterator<Item = &Task> {
         self.ops.iter().filter_map(|op| match op {

@@ -91,7 +91,7 @@ pub struct Timeline {
 /// # Panics
 /// When `costs` has fewer layers than `plan`.
 pub fn simulate(plan: &StepPlan, costs: &StepCosts) -> Timeline {
-    spans(plan, costs, false)
+    spans(plan, costs, 0)
 }
 
 /// The same for the first micro-batch of a step that adds up several: what would bring in sums of streamed gradients moves nothing then
@@ -100,10 +100,16 @@ pub fn simulate(plan: &StepPlan, costs: &StepCosts) -> Timeline {
 /// # Panics
 /// When `costs` has fewer layers than `plan`.
 pub fn simulate_first(plan: &StepPlan, costs: &StepCosts) -> Timeline {
-    spans(plan, costs, true)
+    spans(plan, costs, usize::MAX)
 }
 
-fn spans(plan: &StepPlan, costs: &StepCosts, first: bool) -> Timeline {
+/// Two micro-batches without a pause in between, the first of a step and the one after it.
+pub(crate) fn simulate_two(plan: &StepPlan, costs: &StepCosts) -> Timeline {
+    spans(&plan.twice(), costs, plan.tasks().count())
+}
+
+/// The first `first` tasks are those of a step's first micro-batch.
+fn spans(plan: &StepPlan, costs: &StepCosts, first: usize) -> Timeline {
     let pass = engine::run(plan, costs, first);
     let spans = plan
         .tasks()
@@ -113,16 +119,11 @@ fn spans(plan: &StepPlan, costs: &StepCosts, first: bool) -> Timeline {
             lane: task.lane,
             start: Seconds(pass.start[t]),
             end: Seconds(pass.end[t]),
-            bytes: engine::moved(plan, task, first),
+            bytes: engine::moved(plan, (t, task), first),
             blocked_on: pass.blocked_on[t],
         })
         .collect();
     Timeline { spans }
-}
-
-/// What [`Timeline::total`] of a simulation would be, without making the spans; `first`: of the first micro-batch.
-pub(crate) fn pass_time(plan: &StepPlan, costs: &StepCosts, first: bool) -> Seconds {
-    Seconds(engine::run(plan, costs, first).end.into_iter().fold(0.0, f64::max))
 }
 
 impl Timeline {
@@ -131,14 +132,20 @@ impl Timeline {
         self.spans.iter().map(|s| s.end).fold(Seconds::ZERO, latest)
     }
 
-    /// From the start to the end of the last layer's forward; [`Timeline::total`] less this is the backward pass, the loss
-    /// included.
+    /// From the start to the end of the last layer's forward, in every pass over the plan: [`Timeline::total`] less this is backward passes,
+    /// the loss included.
     pub fn forward(&self, plan: &StepPlan) -> Seconds {
-        plan.tasks()
-            .zip(&self.spans)
-            .filter(|(task, _)| matches!(task.work, Work::Prologue | Work::Forward { .. }))
-            .map(|(_, span)| span.end)
-            .fold(Seconds::ZERO, latest)
+        let (mut from, mut forward) = (Seconds::ZERO, Seconds::ZERO);
+        for pass in self.spans.chunks(plan.tasks().count().max(1)) {
+            let ends = |is: &dyn Fn(&Task) -> bool| {
+                let spans = plan.tasks().zip(pass).filter(|(task, _)| is(task));
+                spans.map(|(_, span)| span.end).fold(from, latest)
+            };
+            let turn = ends(&|task| matches!(task.work, Work::Prologue | Work::Forward { .. }));
+            let end = ends(&|task| task.lane == Lane::Compute);
+            (from, forward) = (end, forward + (turn - from));
+        }
+        forward
     }
 
     /// Time the compute lane stood still for each link.

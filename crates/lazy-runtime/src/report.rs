@@ -4,7 +4,7 @@ use std::sync::Arc;
 use lazy_model::schedule::ExposedSeconds;
 use lazy_model::step::{Content, StepPlan, Task, TierBytes, Work};
 use lazy_model::timeline::Timeline;
-use lazy_model::{Bytes, Lane, Seconds, Span, Tier};
+use lazy_model::{Bytes, Lane, Seconds, Span, Tier, Verified};
 
 use crate::program::Program;
 
@@ -124,17 +124,11 @@ impl StepReport {
         self.timeline.total() - self.timeline.spans.first().map_or(Seconds::ZERO, |s| s.start)
     }
 
-    /// This step beside what simulations of its plan say, `first` of the first micro-batch and `later` of each of the others, and measured
-    /// extents beside the plan's with `resident` bytes of HBM.
-    pub fn compare(
-        &self,
-        plan: &StepPlan,
-        first: &Timeline,
-        later: &Timeline,
-        resident: Bytes,
-    ) -> Comparison {
+    /// This step beside what was promised of it, and measured extents beside the plan's with `resident` bytes of HBM.
+    pub fn compare(&self, verified: &Verified, resident: Bytes) -> Comparison {
+        let Verified { plan, timeline: later, promise, .. } = verified;
         let after = (self.timeline.spans.len() / self.tasks.max(1)) as f64 - 1.0;
-        let sum = |of: &dyn Fn(&Timeline) -> f64| of(first) + after * of(later);
+        let sum = |of: &dyn Fn(&Timeline) -> f64| of(verified.first()) + after * of(later);
         let again = |timeline: &Timeline| -> f64 {
             let pairs = plan.tasks().zip(&timeline.spans);
             let again = pairs.filter(|(task, _)| matches!(task.work, Work::Recompute { .. }));
@@ -146,14 +140,12 @@ impl StepReport {
             measured: measured.get(),
             unit: "s",
         };
-        let (total, forward) = (sum(&|t| t.total().get()), sum(&|t| t.forward(plan).get()));
         let mut rows = vec![
-            seconds("step", total, self.total()),
-            seconds("forward", forward, self.forward),
-            seconds("backward", total - forward, self.backward),
+            seconds("step", (promise.step_s - promise.optimizer_s).get(), self.total()),
+            seconds("forward", promise.forward_s.get(), self.forward),
+            seconds("backward", promise.backward_s.get(), self.backward),
             seconds("recompute", sum(&again), self.recompute),
         ];
-        let promised = [first.exposed(), later.exposed()];
         let pick = |exposed: &ExposedSeconds, lane| match lane {
             Lane::D2h => exposed.d2h,
             Lane::H2d => exposed.h2d,
@@ -165,9 +157,8 @@ impl StepReport {
                 timeline.spans.iter().filter(|s| s.lane == lane).map(|s| s.duration().get()).sum()
             };
             rows.push(seconds(&format!("{lane} busy"), sum(&busy), Seconds(busy(&self.timeline))));
-            let [in_first, in_later] = promised.map(|exposed| pick(&exposed, lane).get());
-            let exposed = in_first + after * in_later;
-            rows.push(seconds(&format!("{lane} exposed"), exposed, pick(&self.exposed, lane)));
+            let (promised, measured) = (pick(&promise.exposed_s, lane), pick(&self.exposed, lane));
+            rows.push(seconds(&format!("{lane} exposed"), promised.get(), measured));
         }
         for tier in Tier::ALL {
             let resident = if tier == Tier::Hbm { resident } else { Bytes::ZERO };

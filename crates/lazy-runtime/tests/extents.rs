@@ -6,7 +6,8 @@ mod common;
 use std::sync::Arc;
 
 use common::*;
-use lazy_model::{Bytes, Tier};
+use lazy_model::schedule::{ExposedSeconds, Promise};
+use lazy_model::{Bytes, Seconds, Tier, TierBytes, Verified};
 use lazy_runtime::{
     Backward, Context, Executor, ExecutorOptions, Forward, Layer, LayerError, LayerSizes, Model,
     ModelOptions, Parameter, Saved,
@@ -50,10 +51,19 @@ fn the_comparison_sets_what_was_reached_beside_what_was_promised() {
         set_up("N-C-G--CG", NO_KEEP, 2, streamed(false, 3), &running(QueueOrder::Threads, dir.path()));
     let report = executor.run(&mut program, &step(0, 3)).unwrap();
     let resident = executor.model().resident();
-    let (first, later) = (report.pass(0), report.pass(1));
-    let comparison = report.compare(program.plan(), &first, &later, resident);
-    let predicted = first.total().get() + 2.0 * later.total().get();
-    assert!((comparison.rows[0].predicted - predicted).abs() < 1e-9, "{comparison}");
+    let promise = Promise {
+        step_s: Seconds(7.0),
+        forward_s: Seconds(2.0),
+        backward_s: Seconds(4.0),
+        optimizer_s: Seconds(1.0),
+        exposed_s: ExposedSeconds::default(),
+        peak_bytes: TierBytes::default(),
+    };
+    let (timeline, first) = (report.pass(1), Some(report.pass(0)));
+    let verified = Verified { plan: program.plan().clone(), timeline, first, promise };
+    let comparison = report.compare(&verified, resident);
+    let predicted: Vec<f64> = comparison.rows.iter().map(|row| row.predicted).collect();
+    assert_eq!(predicted[..3], [6.0, 2.0, 4.0]);
     let needs = executor.model().needs(program.plan());
     for tier in Tier::ALL {
         let row = comparison.rows.iter().find(|row| row.what == format!("{tier} extent")).unwrap();

@@ -302,11 +302,10 @@ fn in_the_least_hbm_arithmetic_waits_for_copies_alone() {
     }
 }
 
-/// Six layers' gradients of 20 ms each way, of which all but the first micro-batch bring sums in: the objective foresees what the simulation
-/// promises, and per micro-batch a step of many is slower than one of a single one by what those sums take.
+/// Gradients of 20 ms each way, whose sums come in in all micro-batches but the first and leave beside the next: the objective foresees what
+/// the simulation promises.
 #[test]
 fn sums_of_gradients_are_foreseen_where_they_come_in() {
-    let mut of_each = Vec::new();
     for micro_batches in [1, 2, 5] {
         let mut problem = problem(6, [40, 14, 0], 10.0);
         problem.streamed.gradients = vec![MIB * 2; 6];
@@ -314,9 +313,10 @@ fn sums_of_gradients_are_foreseen_where_they_come_in() {
         let found = solve_step(&problem, &StepOptions::default()).unwrap();
         let prediction = found.schedule.solve.prediction.unwrap();
         assert!(prediction.gap.abs() <= 0.03, "{micro_batches}: {prediction:?}");
-        of_each.push(found.verified.promise.step_s.as_ms() / micro_batches as f64);
+        // Six layers of 30 ms, the loss, and no more than one transfer a layer that is waited for.
+        let of_each = found.verified.promise.step_s.as_ms() / micro_batches as f64;
+        assert!((185.0..=185.0 + 6.0 * 20.0).contains(&of_each), "{micro_batches}: {of_each} ms");
     }
-    assert!(of_each[0] <= of_each[1] + 1e-6 && of_each[1] <= of_each[2] + 1e-6, "{of_each:?}");
 }
 
 /// A plan for less is a plan for more, whichever tier is raised and however little time there is for a search.

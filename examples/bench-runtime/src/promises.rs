@@ -259,8 +259,7 @@ impl<'a> Running<'a> {
             return;
         };
         let resident = self.executor.model().resident();
-        let verified = &self.case.verified;
-        let comparison = report.compare(&verified.plan, verified.first(), &verified.timeline, resident);
+        let comparison = report.compare(&self.case.verified, resident);
         eprintln!("{}\n{comparison}", self.case.name);
         for wait in report.waits.iter().take(5) {
             eprintln!("    waited {:.3} ms for {} on {}", wait.time.as_ms(), wait.name, wait.lane);

@@ -26,12 +26,12 @@ struct Running {
     rate: f64,
 }
 
-/// What a task moves; `first`: in the first micro-batch of a step, which has no sums of gradients to bring in.
-pub(super) fn moved(plan: &StepPlan, task: &Task, first: bool) -> Bytes {
-    if first && plan.brings_in_gradients(task) { Bytes::ZERO } else { task.bytes }
+/// What a task moves: nothing, where it brings in sums of gradients and is one of the `first` tasks, of a micro-batch that has none yet.
+pub(super) fn moved(plan: &StepPlan, (index, task): (usize, &Task), first: usize) -> Bytes {
+    if index < first && plan.brings_in_gradients(task) { Bytes::ZERO } else { task.bytes }
 }
 
-pub(super) fn run(plan: &StepPlan, costs: &StepCosts, first: bool) -> Pass {
+pub(super) fn run(plan: &StepPlan, costs: &StepCosts, first: usize) -> Pass {
     let tasks: Vec<&Task> = plan.tasks().collect();
     let waits = plan.waits();
     let mut queues: [Vec<usize>; LANES] = Default::default();
@@ -66,7 +66,7 @@ pub(super) fn run(plan: &StepPlan, costs: &StepCosts, first: bool) -> Pass {
             }
             pass.start[task] = start;
             next[lane] += 1;
-            let bytes = moved(plan, tasks[task], first);
+            let bytes = moved(plan, (task, tasks[task]), first);
             running[lane] = Some(begin(tasks[task], task, bytes, start, costs));
             changed = true;
         }
