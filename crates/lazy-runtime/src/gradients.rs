@@ -38,6 +38,11 @@ impl Gradients {
         }
     }
 
+    /// A locked view of the gradient of `parameter`, if there is one: whoever adds to it waits.
+    pub fn view(&self, parameter: usize) -> Option<MutexGuard<'_, Vec<f32>>> {
+        self.buffers.get(parameter).map(lock)
+    }
+
     /// Locked views of all gradients, in parameter order.
     pub fn read(&self) -> Vec<MutexGuard<'_, Vec<f32>>> {
         self.buffers.iter().map(lock).collect()

@@ -137,11 +137,19 @@ impl Ends {
     fn dims(&self) -> (usize, usize, usize) {
         (self.shape.batch, self.shape.seq, self.decoder.spec().hidden)
     }
+
+    fn own(&self, number: usize) -> lazy_runtime::Parameter {
+        lazy_runtime::Parameter::own(number, self.decoder.parameters()[number].0.as_str())
+    }
 }
 
 impl Prologue for Ends {
     fn output_bytes(&self) -> Bytes {
         Bytes((self.shape.tokens() * self.decoder.spec().hidden * size_of::<f32>()) as u64)
+    }
+
+    fn parameters(&self) -> Vec<lazy_runtime::Parameter> {
+        vec![self.own(0)]
     }
 
     fn forward(&self, cx: &Context<'_>, _: Weights<'_>, out: Output<'_>) -> Result<(), LayerError> {
@@ -163,6 +171,10 @@ impl Prologue for Ends {
 }
 
 impl Epilogue for Ends {
+    fn parameters(&self) -> Vec<lazy_runtime::Parameter> {
+        [self.decoder.norm_index(), self.decoder.head_index()].map(|number| self.own(number)).into()
+    }
+
     fn workspace(&self) -> Bytes {
         self.decoder.declared(self.shape.batch, self.shape.seq).loss_workspace
     }

@@ -132,6 +132,9 @@ pub struct TrainArgs {
     /// Continue a run from its last committed step
     #[arg(long, value_name = "RUN", conflicts_with = "out")]
     pub resume: Option<PathBuf>,
+    /// Continue with the weights alone: the optimizer's moments are zero again, as at the start of a run
+    #[arg(long, requires = "resume")]
+    pub no_load_optim: bool,
     /// One JSON object on standard output at the end, and nothing else there
     #[arg(long)]
     pub json: bool,

@@ -1,20 +1,21 @@
 //! A run from flags to report.
 
+mod advance;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
 use lazy_model::{Bytes, Schedule, Seconds, Span, StepProblem, Tier};
-use lazy_optim_nvme::{
-    AdamOptions, Gradient, GroupOptions, LoadOptions, NvmeAdam, OptimError, ParamSpec, StepInput, StepOutcome,
-};
-use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
+use lazy_optim_nvme::{AdamOptions, LoadOptions, NvmeAdam, OptimError, ParamSpec, StepOutcome};
+use lazy_runtime::{Executor, ExecutorOptions, Program, StepReport};
 use lazy_store::Store;
 use lazy_store::scratch::RunDir;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use self::advance::{Advanced, Finals};
 use crate::boundaries::BoundaryLog;
 use crate::console::Console;
 use crate::data::Corpus;
@@ -125,6 +126,8 @@ struct Run<'a> {
     executor: Executor,
     program: Program,
     optimizer: NvmeAdam,
+    /// Where the optimizer runs beside backward.
+    finals: Option<Finals>,
     boundaries: Option<BoundaryLog>,
     console: Console,
     /// Lines of earlier processes and of this one.
@@ -158,9 +161,25 @@ impl<'a> Run<'a> {
             None => RunFolder::create(&out, &settings, steps, &config)?,
         };
         let store = open_store(&model, &chosen, &spill, args.debug_boundaries)?;
-        let executor = Executor::new(store, model.model()?, ExecutorOptions::default())?;
+        let mut executor = Executor::new(store, model.model()?, ExecutorOptions::default())?;
+        let finals = Finals::of(&settings, &mut executor);
         let program = executor.prepare(chosen.verified.plan.clone())?;
-        let (optimizer, cursor) = open_state(&settings, &folder, &model, &adam, new, &chosen.schedule)?;
+        let (mut optimizer, cursor) = open_state(&settings, &folder, &model, &adam, new, &chosen.schedule)?;
+        if args.no_load_optim {
+            optimizer.forget_moments()?;
+            console.note("the optimizer's moments are zero again");
+        }
+        let first = cursor.next_step;
+        let steps = steps.unwrap_or(DEFAULT_STEPS.max(first));
+        if first < steps {
+            // The files that a save holds are not written again.
+            optimizer.reserve().map_err(|e| match e {
+                OptimError::NoSpace { .. } => {
+                    TrainError::Usage(format!("{e}; what was saved last stays until the next save is made"))
+                }
+                e => e.into(),
+            })?;
+        }
         folder.started();
         let schedule = chosen.schedule.to_json()?;
         crate::run_folder::write_file(&folder.schedule(), schedule.as_bytes())?;
@@ -174,7 +193,6 @@ impl<'a> Run<'a> {
                 "--debug-boundaries: this plan spills nothing to NVMe, so boundaries.jsonl stays empty",
             );
         }
-        let first = cursor.next_step;
         Ok(Run {
             args,
             settings,
@@ -186,11 +204,12 @@ impl<'a> Run<'a> {
             executor,
             program,
             optimizer,
+            finals,
             boundaries,
             console,
             metrics,
             first,
-            steps: steps.unwrap_or(DEFAULT_STEPS.max(first)),
+            steps,
             next: first,
             last: None,
             interrupted: false,
@@ -254,22 +273,16 @@ impl<'a> Run<'a> {
             .map(|m| self.corpus.batch(settings.seed, step, m, settings.batch, settings.seq))
             .collect::<std::result::Result<Vec<Ids>, _>>()?;
         let origin = Instant::now();
-        let ran = self
-            .executor
-            .run(&mut self.program, &Step { seed: settings.seed, ..Step::with_inputs(step, inputs) });
-        let logged = self.boundaries.as_mut().map_or(Ok(()), |log| log.write(step, self.executor.store()));
-        let passes = ran?;
-        logged?;
+        let Advanced { passes, outcome, after } = self.advance(step, inputs, origin)?;
         // In a fixed order: the same sum for every schedule.
         let loss = passes.losses.iter().sum();
-        let outcome = self.update(step, origin)?;
         let zero = Instant::now();
         self.model.gradients.zero();
         let zero_grad = Seconds(zero.elapsed().as_secs_f64());
         let total = Seconds(start.elapsed().as_secs_f64());
 
         let spans: Vec<&Span> = passes.timeline.spans.iter().chain(&outcome.spans).collect();
-        let metrics = self.measure(step, loss, total, zero_grad, &passes, &outcome, &spans);
+        let metrics = self.measure(step, loss, [total, zero_grad, after], &passes, &outcome, &spans);
         // First of what is written: the step is committed, so this line belongs to the run.
         writer.write(&metrics)?;
         if step - self.first < self.args.trace_steps {
@@ -286,48 +299,11 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Runs the optimizer; the weights are the decoder's own, overwritten chunk by chunk.
-    fn update(&mut self, step: u64, origin: Instant) -> Result<StepOutcome> {
-        let lr = self.settings.lr_at(step);
-        let matrices = GroupOptions {
-            lr,
-            betas: (0.9, 0.95),
-            weight_decay: self.settings.weight_decay,
-            ..GroupOptions::default()
-        };
-        let groups: [GroupOptions; GROUPS] = [matrices, GroupOptions { weight_decay: 0.0, ..matrices }];
-        let cursor = Cursor {
-            next_step: step + 1,
-            seed: self.settings.seed,
-            shape_hash: self.chosen.schedule.shape_hash.clone(),
-        };
-        let blob = serde_json::to_vec(&cursor).map_err(TrainError::json(self.folder.path()))?;
-        let input = StepInput {
-            groups: &groups,
-            max_norm: (self.settings.clip > 0.0).then_some(self.settings.clip),
-            blob: &blob,
-            origin: Some(origin),
-            ..StepInput::default()
-        };
-        let gradients = self.model.gradients.read();
-        let views: Vec<_> = gradients.iter().map(|g| Some(Gradient::F32(g))).collect();
-        let mut failed = None;
-        let decoder = &self.model.decoder;
-        let outcome = self.optimizer.step(&views, &input, &mut |parameter, first, values| {
-            if let Err(error) = decoder.write_parameter(parameter, first, values) {
-                failed.get_or_insert(error);
-            }
-        })?;
-        failed.map_or(Ok(outcome), |error| Err(error.into()))
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "one line of metrics is made of all a step measured")]
     fn measure(
         &self,
         step: u64,
         loss: f32,
-        total: Seconds,
-        zero_grad: Seconds,
+        [total, zero_grad, optimizer]: [Seconds; 3],
         passes: &StepReport,
         outcome: &StepOutcome,
         spans: &[&Span],
@@ -338,7 +314,7 @@ impl<'a> Run<'a> {
             forward: passes.forward,
             backward: passes.backward,
             clip: outcome.seconds.norm,
-            optimizer: outcome.seconds.update + outcome.seconds.commit,
+            optimizer,
             zero_grad,
         };
         let flops = self.model.decoder.spec().flops_per_token_6n() * tokens;
@@ -443,6 +419,26 @@ fn load_newest(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<Nv
     }
 }
 
+/// Refuses a folder without room for state in RAM, which goes there when it is saved. What is at home there is reserved at once.
+fn check_save(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<()> {
+    if adam.host == Bytes::ZERO {
+        return Ok(());
+    }
+    let needed = NvmeAdam::bytes_on_disk(specs, &AdamOptions { host: Bytes::ZERO, ..adam.clone() })?;
+    let there = std::path::absolute(dir).map_err(TrainError::io(dir))?;
+    let there = there.ancestors().find(|folder| folder.exists()).unwrap_or(dir);
+    let stat = rustix::fs::statvfs(there).map_err(|e| TrainError::io(there)(e.into()))?;
+    let free = Bytes(stat.f_bavail.saturating_mul(stat.f_frsize));
+    if free < needed {
+        return Err(TrainError::Usage(format!(
+            "the optimizer's state takes {needed} on disk when it is saved, and {} has {free} free: free space, or choose another \
+             folder with --state-dir",
+            there.display()
+        )));
+    }
+    Ok(())
+}
+
 /// Opens or makes the optimizer's state; on opening, the weights are rebuilt from it.
 fn open_state(
     settings: &Settings,
@@ -456,6 +452,7 @@ fn open_state(
     let specs = planning::optimized(model, settings);
     let dir = &settings.state_dir.clone().unwrap_or_else(|| folder.state());
     if new {
+        check_save(dir, &specs, adam)?;
         let absent = !dir.exists();
         let mut failed = None;
         let created = NvmeAdam::create(dir, &specs, adam, |parameter, first, values| {
@@ -534,4 +531,29 @@ pub fn digest(decoder: &Decoder) -> Result<String> {
         })?;
     }
     Ok(hasher.finalize().iter().map(|b| format!("{b:02x}")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn state_in_ram_that_could_not_be_saved_is_refused_at_the_start() {
+        let dir = tempfile::tempdir().unwrap();
+        let adam = AdamOptions {
+            host: Bytes(u64::MAX),
+            durability: lazy_optim_nvme::Durability::Checkpoint,
+            bucket_elements: 1 << 45,
+            ..AdamOptions::default()
+        };
+        let absent = dir.path().join("run/state");
+        let error = check_save(&absent, &[ParamSpec::new("w", &[1 << 50])], &adam).unwrap_err().to_string();
+        assert!(
+            error.contains("takes 12583680") && error.contains("--state-dir") && !absent.exists(),
+            "{error}"
+        );
+        check_save(&absent, &[ParamSpec::new("w", &[10])], &adam).unwrap();
+        let on_drive = AdamOptions { host: Bytes::ZERO, ..adam };
+        check_save(&absent, &[ParamSpec::new("w", &[1 << 50])], &on_drive).unwrap();
+    }
 }

@@ -252,6 +252,59 @@ fn where_and_how_the_state_is_kept_changes_no_bit_and_a_run_can_be_continued_fro
 }
 
 #[test]
+fn an_optimizer_that_runs_beside_backward_trains_to_the_same_weights() {
+    let place = Place::new();
+    for accum in [1, 3] {
+        // Without clipping it runs beside backward, unless no step could be taken back.
+        let base =
+            TrainArgs { clip: Some(0.0), accum: Some(accum), ..place.args(&format!("beside {accum}")) };
+        let beside = run(&base);
+        let after = run(&TrainArgs {
+            durability: Some(DurabilityChoice::Checkpoint),
+            out: Some(place.path(&format!("after {accum}"))),
+            ..base.clone()
+        });
+        assert_eq!(beside.weights_digest, after.weights_digest, "accum {accum}");
+        assert_eq!((beside.loss_first, beside.loss_last), (after.loss_first, after.loss_last));
+        let norms = |name: &str| -> Vec<Value> {
+            let path = place.path(&format!("{name} {accum}/metrics.jsonl"));
+            lines(&path).iter().map(|line| line["grad_norm"].clone()).collect()
+        };
+        assert_eq!(norms("beside"), norms("after"));
+    }
+    let clipped = run(&place.args("clipped"));
+    assert_ne!(
+        clipped.weights_digest,
+        run(&TrainArgs { clip: Some(0.0), ..place.args("not") }).weights_digest
+    );
+}
+
+#[test]
+fn a_run_goes_on_with_its_weights_alone_where_that_is_asked_for() {
+    let place = Place::new();
+    for durability in [DurabilityChoice::Step, DurabilityChoice::Checkpoint] {
+        let straight =
+            TrainArgs { durability: Some(durability), ..place.args(&format!("all {durability:?}")) };
+        let name = format!("cut {durability:?}");
+        let cut = TrainArgs { steps: Some(2), out: Some(place.path(&name)), ..straight.clone() };
+        let begun = run(&cut);
+        let resume = |steps| TrainArgs {
+            steps: Some(steps),
+            resume: Some(place.path(&name)),
+            plan: "auto".into(),
+            json: true,
+            no_load_optim: true,
+            ..TrainArgs::default()
+        };
+        // With nothing left to do, its weights are those it had.
+        assert_eq!(run(&resume(2)).weights_digest, begun.weights_digest);
+        let summary = run(&resume(4));
+        assert_eq!(summary.steps, 4);
+        assert_ne!(summary.weights_digest, run(&straight).weights_digest);
+    }
+}
+
+#[test]
 fn moments_in_fewer_bits_train_nearly_as_well_in_less_space() {
     let place = Place::new();
     let with = |name, moments, fraction| {
