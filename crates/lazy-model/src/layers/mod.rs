@@ -28,6 +28,17 @@ pub enum AttentionKernel {
     Eager,
 }
 
+/// What a layer's forward leaves for its backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Saving {
+    /// Whatever the backward of each operation takes, one kernel an operation.
+    #[default]
+    Operands,
+    /// The least that spares backward a matrix product and attention: what is made element by element, norms and rotation
+    /// included, is made again.
+    Products,
+}
+
 /// What one step trains on, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workload {
@@ -35,6 +46,7 @@ pub struct Workload {
     sequence: usize,
     element_bytes: usize,
     attention: AttentionKernel,
+    saving: Saving,
 }
 
 impl Workload {
@@ -48,7 +60,8 @@ impl Workload {
             Some(0) => fail(format!("batch {batch} and sequence {sequence} must both be at least 1")),
             Some(tokens) if tokens <= 1 << 30 => match element_bytes {
                 1 | 2 | 4 | 8 => {
-                    Ok(Self { batch, sequence, element_bytes, attention: AttentionKernel::Fused })
+                    let (attention, saving) = (AttentionKernel::Fused, Saving::Operands);
+                    Ok(Self { batch, sequence, element_bytes, attention, saving })
                 }
                 other => fail(format!("{other} bytes an element; it must be 1, 2, 4 or 8")),
             },
@@ -59,6 +72,11 @@ impl Workload {
     /// The same with softmax attention computed that way.
     pub fn with_attention(self, attention: AttentionKernel) -> Self {
         Self { attention, ..self }
+    }
+
+    /// The same with layers that save that much.
+    pub fn with_saving(self, saving: Saving) -> Self {
+        Self { saving, ..self }
     }
 
     /// Sequences a step.
@@ -79,6 +97,11 @@ impl Workload {
     /// How softmax attention is computed.
     pub fn attention(&self) -> AttentionKernel {
         self.attention
+    }
+
+    /// What layers save.
+    pub fn saving(&self) -> Saving {
+        self.saving
     }
 
     /// `T = batch * sequence`.

@@ -20,7 +20,7 @@ pub struct LayerWorkspace {
 }
 
 impl ModelSpec {
-    /// The transient memory of one layer. See `docs/model.md` for the moments that are compared.
+    /// The transient memory of one layer whose forward saves the operands of its backward. See `docs/model.md` for the moments that are compared.
     ///
     /// # Panics
     /// Where the model has no such layer.

@@ -37,8 +37,15 @@ impl Cut {
     }
 
     fn take(&mut self, bytes: u64) -> DeviceRange {
+        let range = self.take_last(bytes);
+        self.end = self.end.next_multiple_of(ALIGNMENT);
+        range
+    }
+
+    /// A buffer that none comes after.
+    fn take_last(&mut self, bytes: u64) -> DeviceRange {
         let range = DeviceRange { address: self.address + self.end, bytes: Bytes(bytes) };
-        self.end += bytes.next_multiple_of(ALIGNMENT);
+        self.end += bytes;
         range
     }
 }
@@ -148,16 +155,10 @@ impl Places {
     fn cut_internals(&self, cut: &mut Cut) -> Internals {
         let g = &self.geometry;
         let (q, kv, h, i) = (g.query_width(), g.kv_width(), g.hidden, g.intermediate);
-        Internals {
-            q: cut.take(self.wide(q)),
-            k: cut.take(self.wide(kv)),
-            v: cut.take(self.wide(kv)),
-            attended: cut.take(self.wide(q)),
-            lse: cut.take(self.fp32(g.heads)),
-            mid: cut.take(self.wide(h)),
-            gate: cut.take(self.wide(i)),
-            up: cut.take(self.wide(i)),
-        }
+        let [mid, gate, up] = [h, i, i].map(|width| cut.take(self.wide(width)));
+        let [q, k, v, attended] = [q, kv, kv, q].map(|width| cut.take(self.wide(width)));
+        let lse = cut.take_last(self.fp32(g.heads));
+        Internals { q, k, v, attended, lse, mid, gate, up }
     }
 
     /// The parts of what is saved.
@@ -290,6 +291,7 @@ pub(super) fn rows_of(tensor: DeviceRange, first: usize, rows: usize, bytes: usi
 mod tests {
     use super::*;
     use crate::model::Shape;
+    use lazy_model::{LayerIndex, ModelSpec, Saving, Workload};
     use lazy_runtime::ModelOptions;
 
     const ADDRESS: u64 = 1 << 20;
@@ -299,8 +301,22 @@ mod tests {
         dropout: f32,
         [hidden, intermediate, heads, kv_heads, head_dim]: [usize; 5],
     ) -> Places {
+        places_of(
+            real,
+            dropout,
+            [hidden, intermediate, heads, kv_heads, head_dim],
+            Shape { batch: 3, seq: 33 },
+        )
+    }
+
+    fn places_of(
+        real: Real,
+        dropout: f32,
+        [hidden, intermediate, heads, kv_heads, head_dim]: [usize; 5],
+        shape: Shape,
+    ) -> Places {
         let geometry = Geometry { hidden, heads, kv_heads, head_dim, intermediate, parameters: 0 };
-        let (shape, gradients, model) = (Shape { batch: 3, seq: 33 }, Real::F32, ModelOptions::default());
+        let (gradients, model) = (Real::F32, ModelOptions::default());
         let options = CudaOptions { shape, real, gradients, dropout, model, poison: false };
         Places::new(&geometry, 203, &options)
     }
@@ -342,6 +358,27 @@ mod tests {
             apart(&[f.blas, f.table, f.normed, f.branch, i.q, i.k, i.v, i.attended, i.lse, i.mid], bytes);
             apart(&[f.blas, f.table, f.normed, f.branch, i.mid, i.gate, i.up], bytes);
         }
+    }
+
+    #[test]
+    fn what_is_saved_is_what_the_planner_counts() {
+        const CONFIG: &str = include_str!("../../tests/data/decoder/qwen3-untied/config.json");
+        let spec = ModelSpec::from_json(CONFIG).unwrap();
+        // Where tensors are whole numbers of aligned parts; else less than one more for each of seven.
+        for (real, seq) in [(Real::F32, 128), (Real::Bf16, 128)] {
+            let places = places_of(real, 0.0, [64, 160, 4, 4, 32], Shape { batch: 3, seq });
+            let work = Workload::new(3, seq, real.bytes()).unwrap().with_saving(Saving::Products);
+            assert_eq!(spec.internals_bytes(LayerIndex(0), &work), places.internals_bytes());
+            assert_eq!(spec.boundary_bytes(&work), places.boundary());
+            let odd =
+                places_of(real, 0.0, [64, 160, 4, 4, 32], Shape { batch: 3, seq: 33 }).internals_bytes();
+            let work = Workload::new(3, 33, real.bytes()).unwrap().with_saving(Saving::Products);
+            let counted = spec.internals_bytes(LayerIndex(0), &work);
+            assert!(odd >= counted && odd < counted + Bytes(7 * ALIGNMENT), "{odd} for {counted}");
+        }
+        // Qwen3-4B at 16 x 1024: (2 x 4096 + 2 x 1024 + 2560 + 2 x 9728) bfloat16 numbers and 32 float32 a token.
+        let places = places_of(Real::Bf16, 0.0, [2560, 9728, 32, 8, 128], Shape { batch: 16, seq: 1024 });
+        assert_eq!(places.internals_bytes(), Bytes(16 * 1024 * (32_256 * 2 + 32 * 4)));
     }
 
     #[test]
