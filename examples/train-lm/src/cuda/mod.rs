@@ -176,33 +176,21 @@ impl CudaDecoder {
     /// When there are not as many as the shape says, one lies outside the vocabulary, and when the GPU has no room.
     pub fn upload(&self, ids: &[u32]) -> Result<DeviceBatch> {
         let Shape { seq, .. } = self.shared.options.shape;
-        self.upload_with(ids, &shifted_targets(ids, seq))
-    }
-
-    /// As [`CudaDecoder::upload`], with the target of each token, or [`IGNORED`].
-    ///
-    /// # Errors
-    /// As [`CudaDecoder::upload`].
-    pub fn upload_with(&self, ids: &[u32], targets: &[u32]) -> Result<DeviceBatch> {
         let (tokens, vocab) = (self.shared.tokens(), self.shared.spec.vocab);
-        if ids.len() != tokens || targets.len() != tokens {
-            let (ids, targets) = (ids.len(), targets.len());
-            return Err(CudaError::Batch(format!(
-                "{ids} token ids and {targets} targets were given for {tokens} tokens"
-            )));
+        if ids.len() != tokens {
+            return Err(CudaError::Batch(format!("{} token ids were given for {tokens} tokens", ids.len())));
         }
-        let outside = |all: &[u32]| all.iter().copied().find(|&id| id != IGNORED && id as usize >= vocab);
-        if let Some(id) = outside(targets).or(outside(ids)).or(ids.iter().copied().find(|&id| id == IGNORED))
-        {
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
             return Err(CudaError::Batch(format!(
                 "token id {id} is outside the vocabulary, which ends at {vocab}"
             )));
         }
+        let targets = shifted_targets(ids, seq);
         let stream = self.gpu.context().default_stream();
         let failed =
             |what| move |e: cudarc::driver::DriverError| StoreError::Cuda { what, reason: e.to_string() };
         let put = |values: &[u32]| stream.clone_htod(values).map_err(failed("put token ids into GPU memory"));
-        let memory = [put(ids)?, put(targets)?];
+        let memory = [put(ids)?, put(&targets)?];
         // The lanes' streams do not wait for this one.
         stream.synchronize().map_err(failed("wait for token ids"))?;
         let range = |slice: &CudaSlice<u32>| {

@@ -20,7 +20,6 @@ pub struct Trial {
     pub executor: Executor,
     /// The plan it carries out.
     pub program: Program,
-    real: Real,
     gradients: Real,
 }
 
@@ -55,8 +54,7 @@ impl Trial {
                 all.iter().map(|(id, bytes)| (*id, bytes.as_slice())).collect();
             executor.set_weights(&views)?;
         }
-        let (real, gradients) = (options.real, options.gradients);
-        Ok(Trial { decoder, executor, program, real, gradients })
+        Ok(Trial { decoder, executor, program, gradients: options.gradients })
     }
 
     /// Runs a step on batches, one a micro-batch.
@@ -89,11 +87,6 @@ impl Trial {
         let all: Result<Vec<_>, _> =
             self.executor.model().parameters().map(|p| self.executor.weights(p.id)).collect();
         Ok(all?.concat())
-    }
-
-    /// Type of the weights.
-    pub fn real(&self) -> Real {
-        self.real
     }
 }
 
