@@ -106,18 +106,7 @@ fn layer_times(model: &TrainedModel, shape: Shape, when: &str) -> Result<StepTim
         }
     }
     model.gradients.zero();
-    // All layers are of one kind: the median over layers and repetitions stands for each.
-    let each = |samples: Vec<f64>| Marked::measured(vec![median(samples); layers.len()], "probe pass", when);
-    let one = |samples: Vec<f64>| Marked::measured(median(samples), "probe pass", when);
-    Ok(StepTimes {
-        workload: workload_name(model, shape),
-        forward_ms: each(times.forward),
-        saving_forward_ms: each(times.saving),
-        backward_ms: each(times.backward),
-        prologue_ms: one(times.prologue),
-        prologue_backward_ms: one(times.prologue_backward),
-        epilogue_ms: one(times.epilogue),
-    })
+    Ok(times.medians(workload_name(model, shape), layers.len(), "probe pass", when))
 }
 
 /// A forward for an output, or for internals where there is none.
@@ -127,18 +116,39 @@ fn forward<'a>(x: &'a [u8], out: Option<&'a mut [u8]>) -> Forward<'a> {
     Forward { weights, x: Input::of(x), out: out.map(Output::of), save, workspace }
 }
 
-/// Samples in milliseconds.
+/// Samples in milliseconds, by what ran.
 #[derive(Default)]
-struct Times {
-    prologue: Vec<f64>,
-    forward: Vec<f64>,
-    saving: Vec<f64>,
-    backward: Vec<f64>,
-    epilogue: Vec<f64>,
-    prologue_backward: Vec<f64>,
+pub struct Times {
+    /// Making boundary 0.
+    pub prologue: Vec<f64>,
+    /// A layer forward for its output.
+    pub forward: Vec<f64>,
+    /// A layer forward, saving its internals.
+    pub saving: Vec<f64>,
+    /// A layer backward.
+    pub backward: Vec<f64>,
+    /// The loss, forward and backward.
+    pub epilogue: Vec<f64>,
+    /// Backward of the prologue.
+    pub prologue_backward: Vec<f64>,
 }
 
 impl Times {
+    /// The medians, as a profile has them. All layers are of one kind: the median over layers and repetitions stands for each.
+    pub fn medians(self, workload: String, layers: usize, source: &str, when: &str) -> StepTimes {
+        let each = |samples: Vec<f64>| Marked::measured(vec![median(samples); layers], source, when);
+        let one = |samples: Vec<f64>| Marked::measured(median(samples), source, when);
+        StepTimes {
+            workload,
+            forward_ms: each(self.forward),
+            saving_forward_ms: each(self.saving),
+            backward_ms: each(self.backward),
+            prologue_ms: one(self.prologue),
+            prologue_backward_ms: one(self.prologue_backward),
+            epilogue_ms: one(self.epilogue),
+        }
+    }
+
     fn append(&mut self, other: Times) {
         self.prologue.extend(other.prologue);
         self.forward.extend(other.forward);

@@ -1,14 +1,12 @@
 //! Times of layers and rates of links on this machine.
 
-use std::time::SystemTime;
-
 use lazy_model::step::Work;
-use lazy_model::{Bytes, HardwareProfile, Links, Marked, Schedule, StepTimes, Tiers};
+use lazy_model::{Bytes, HardwareProfile, Links, Marked, Schedule, Tiers};
 use lazy_runtime::Program;
 use lazy_runtime::StepReport;
 use lazy_store::{BoxError, DeviceChoice, NvmeOptions, Store, StoreOptions};
 use train_lm::cuda::trial::Trial;
-use train_lm::probe::median;
+use train_lm::probe::{Times, timestamp};
 
 use crate::plans::{Planner, Pool, ids};
 use crate::spill;
@@ -16,37 +14,25 @@ use crate::spill;
 /// Steps after one that warms up.
 const STEPS: u64 = 3;
 
-/// Times in milliseconds by what ran.
-#[derive(Default)]
-struct Times {
-    prologue: Vec<f64>,
-    forward: Vec<f64>,
-    saving: Vec<f64>,
-    backward: Vec<f64>,
-    epilogue: Vec<f64>,
-    prologue_backward: Vec<f64>,
-}
-
-impl Times {
-    fn add(&mut self, program: &Program, report: &StepReport) {
-        for (task, span) in program.plan().tasks().zip(&report.timeline.spans) {
-            let list = match task.work {
-                Work::Prologue => &mut self.prologue,
-                Work::Forward { keep: false, .. } => &mut self.forward,
-                Work::Forward { keep: true, .. } => &mut self.saving,
-                Work::Backward(_) => &mut self.backward,
-                Work::Epilogue => &mut self.epilogue,
-                Work::PrologueBackward => &mut self.prologue_backward,
-                Work::Recompute { .. } | Work::Copy => continue,
-            };
-            list.push(span.duration().get() * 1e3);
-        }
+/// Adds the times of a step's tasks.
+fn add(times: &mut Times, program: &Program, report: &StepReport) {
+    for (task, span) in program.plan().tasks().zip(&report.timeline.spans) {
+        let list = match task.work {
+            Work::Prologue => &mut times.prologue,
+            Work::Forward { keep: false, .. } => &mut times.forward,
+            Work::Forward { keep: true, .. } => &mut times.saving,
+            Work::Backward(_) => &mut times.backward,
+            Work::Epilogue => &mut times.epilogue,
+            Work::PrologueBackward => &mut times.prologue_backward,
+            Work::Recompute { .. } | Work::Copy => continue,
+        };
+        list.push(span.duration().get() * 1e3);
     }
 }
 
 /// The profile of this machine for the planner's model and shape.
 pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
-    let when = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    let when = timestamp();
     let dir = spill(&planner.dir);
     std::fs::create_dir_all(&dir)?;
     let (pool, layers) = (Pool::new(), planner.spec.layers());
@@ -68,12 +54,10 @@ pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
         for step in 0..=STEPS {
             let report = trial.step(step, &batch)?;
             if step > 0 {
-                times.add(&trial.program, &report);
+                add(&mut times, &trial.program, &report);
             }
         }
     }
-    let each = |list: Vec<f64>| Marked::measured(vec![median(list); layers], "steps of the decoder", &when);
-    let one = |list: Vec<f64>| Marked::measured(median(list), "steps of the decoder", &when);
     let room = Bytes(boundary.get() * 8);
     let store = Store::open(StoreOptions {
         device: DeviceChoice::Cuda { ordinal: 0 },
@@ -90,15 +74,8 @@ pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
         marked(rates.nvme_write.unwrap_or_default()),
         marked(rates.nvme_read.unwrap_or_default()),
     );
-    let times = StepTimes {
-        workload: format!("{} layers, hidden {}", layers, planner.spec.hidden),
-        forward_ms: each(times.forward),
-        saving_forward_ms: each(times.saving),
-        backward_ms: each(times.backward),
-        prologue_ms: one(times.prologue),
-        prologue_backward_ms: one(times.prologue_backward),
-        epilogue_ms: one(times.epilogue),
-    };
+    let workload = format!("{layers} layers, hidden {}", planner.spec.hidden);
+    let times = times.medians(workload, layers, "steps of the decoder", &when);
     Ok(HardwareProfile {
         name: "this machine".into(),
         tiers: Tiers::default(),
