@@ -32,6 +32,15 @@ pub enum RuntimeError {
         /// Bytes declared.
         bytes: lazy_model::Bytes,
     },
+    /// A parameter's weights or gradient are not in the memory of a GPU.
+    #[error(
+        "{name} does not lie in the HBM of a GPU: copy it with `Executor::weights` or `Executor::gradient`, or keep what is streamed \
+         resident"
+    )]
+    NotOnDevice {
+        /// The parameter.
+        name: String,
+    },
     /// Owners of one parameter disagree.
     #[error(
         "parameter {id} is declared with other sizes as {first} than as {second}: give two parameters two ids"

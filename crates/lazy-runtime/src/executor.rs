@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lazy_model::step::{StepPlan, TierBytes};
 use lazy_model::{Bytes, Lane, Tier};
-use lazy_store::{Event, Extent, Routine, Store, StoreError, StoreOptions, Submission};
+use lazy_store::{DeviceRange, Event, Extent, Routine, Store, StoreError, StoreOptions, Submission};
 use smallvec::SmallVec;
 
 use crate::calls::Common;
@@ -15,7 +15,7 @@ use crate::model::{HeldId, Model, Owner};
 use crate::notes::Notes;
 use crate::program::{Operation, Place, Prepared, Program};
 use crate::report::StepReport;
-use crate::view::FEW;
+use crate::view::{FEW, part_of};
 
 /// How an executor runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -245,6 +245,33 @@ impl Executor {
     /// When there is no such parameter.
     pub fn gradient(&self, id: ParameterId) -> Result<Vec<u8>, RuntimeError> {
         self.read(self.place(id, true)?)
+    }
+
+    /// Where the weights of a parameter lie in the memory of a GPU, from the executor's start to its end: for an optimizer that writes them
+    /// there between steps.
+    ///
+    /// # Errors
+    /// When there is no such parameter that the runtime keeps, and when its weights are streamed or there is no GPU.
+    pub fn weights_on_device(&self, id: ParameterId) -> Result<DeviceRange, RuntimeError> {
+        self.on_device(id, false)
+    }
+
+    /// Where the gradient of a parameter lies in the memory of a GPU, from the executor's start to its end. A step begins by setting
+    /// it to zero.
+    ///
+    /// # Errors
+    /// As for [`Executor::weights_on_device`].
+    pub fn gradient_on_device(&self, id: ParameterId) -> Result<DeviceRange, RuntimeError> {
+        self.on_device(id, true)
+    }
+
+    fn on_device(&self, id: ParameterId, gradient: bool) -> Result<DeviceRange, RuntimeError> {
+        let (held, range) = self.place(id, gradient)?;
+        let all = self.store.device_range(&self.held[held]).ok_or_else(|| {
+            let name = self.model.parameters[&id].parameter.name.clone();
+            RuntimeError::NotOnDevice { name }
+        })?;
+        Ok(part_of(all, &range))
     }
 
     fn read(&self, (held, range): (HeldId, Range<usize>)) -> Result<Vec<u8>, RuntimeError> {

@@ -182,7 +182,7 @@ impl<'a> Output<'a> {
     }
 }
 
-fn part_of(range: DeviceRange, part: &Range<usize>) -> DeviceRange {
+pub(crate) fn part_of(range: DeviceRange, part: &Range<usize>) -> DeviceRange {
     let bytes = Bytes(part.len() as u64);
     DeviceRange { address: range.address + part.start as u64, bytes }
 }

@@ -287,3 +287,16 @@ proptest! {
         prop_assert!(bits(&gradients(&executor)) == expected(2, micro_batches).1);
     }
 }
+
+#[test]
+fn the_host_device_gives_no_addresses() {
+    let dir = folder();
+    let (executor, _) =
+        set_up("GGGGGGGGG", NO_KEEP, 0, resident(1), &running(QueueOrder::Threads, dir.path()));
+    let id = executor.model().parameters().next().unwrap().id;
+    for refused in [executor.weights_on_device(id), executor.gradient_on_device(id)] {
+        assert!(matches!(refused, Err(RuntimeError::NotOnDevice { .. })));
+    }
+    let unknown = lazy_runtime::ParameterId(usize::MAX);
+    assert!(matches!(executor.weights_on_device(unknown), Err(RuntimeError::NoParameter { .. })));
+}

@@ -17,7 +17,7 @@ use crate::device::{Device, Pin};
 use crate::drive::{self, Signals, Sleepers, Target};
 use crate::error::StoreError;
 use crate::lanes::Lanes;
-use crate::memory::{Hbm, Mapping, View};
+use crate::memory::{DeviceRange, Hbm, Mapping, View};
 use crate::mutants::{Mutant, Source, Wait};
 use crate::options::{LinkLimits, NvmeMode};
 use crate::random::Random;
@@ -299,6 +299,17 @@ impl Store {
     /// The GPU whose memory the HBM tier is, if it is one's.
     pub fn gpu(&self) -> Option<&Gpu> {
         self.inner().cuda.as_deref().map(Cuda::gpu)
+    }
+
+    /// Where an extent in HBM lies in the memory of a GPU; `None` in another tier, of another store, and on the host device. The store
+    /// does not order what goes there by this address: let it follow [`Store::synchronize`], and be done before the next task that
+    /// uses the extent is submitted.
+    pub fn device_range(&self, extent: &Extent) -> Option<DeviceRange> {
+        let inner = self.inner();
+        let on_device =
+            inner.device.is_some() && extent.tier == Tier::Hbm && Arc::ptr_eq(&extent.inner, inner);
+        let view = on_device.then(|| inner.view(extent)).flatten()?;
+        Some(DeviceRange { address: view.start().addr() as u64, bytes: extent.bytes })
     }
 
     /// How the spill file is read and written: what was asked for, what was obtained and why.

@@ -19,3 +19,4 @@ pub mod run_folder;
 pub mod settings;
 pub mod stop;
 pub mod train;
+pub mod weights;

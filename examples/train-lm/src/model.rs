@@ -32,7 +32,7 @@ impl Shape {
 pub type Ids = Vec<u32>;
 
 /// A decoder and its gradients, for steps of one shape.
-pub struct TrainedModel {
+pub struct HostModel {
     /// Weights and arithmetic.
     pub decoder: Arc<Decoder>,
     /// Gradients of all parameters, numbered as in [`Decoder::parameters`].
@@ -42,11 +42,11 @@ pub struct TrainedModel {
     dropout: f32,
 }
 
-impl TrainedModel {
+impl HostModel {
     /// Wraps a decoder for micro-batches of one shape, so many in a step.
     pub fn new(decoder: Decoder, shape: Shape, micro_batches: usize, dropout: f32) -> Self {
         let elements: Vec<usize> = decoder.parameters().iter().map(|(_, v)| v.elem_count()).collect();
-        TrainedModel {
+        HostModel {
             decoder: Arc::new(decoder),
             gradients: Arc::new(Gradients::new(&elements)),
             shape,
@@ -125,7 +125,7 @@ struct Ends {
 }
 
 impl Ends {
-    fn of(model: &TrainedModel) -> Ends {
+    fn of(model: &HostModel) -> Ends {
         Ends {
             decoder: Arc::clone(&model.decoder),
             gradients: Arc::clone(&model.gradients),

@@ -7,7 +7,7 @@ use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
 
 use crate::error::{Result, TrainError};
-use crate::model::TrainedModel;
+use crate::model::HostModel;
 use crate::probe::optimizer_time;
 use crate::settings::{DurabilityChoice, MomentFormat, Prefetch, Settings, StateHome};
 
@@ -46,7 +46,7 @@ const OPEN: Bytes = Bytes(1 << 60);
 /// # Errors
 /// When a cap is not a size, or the profile's times are for another number of layers.
 pub fn problem(
-    model: &TrainedModel,
+    model: &HostModel,
     settings: &Settings,
     profile: &HardwareProfile,
     adam: &AdamOptions,
@@ -89,12 +89,7 @@ pub fn problem(
 }
 
 /// What a step holds throughout, whatever is placed where.
-fn fixed(
-    model: &TrainedModel,
-    runtime: &Model,
-    settings: &Settings,
-    adam: &AdamOptions,
-) -> Result<TierBytes> {
+fn fixed(model: &HostModel, runtime: &Model, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
     let shape = settings.shape();
     let declared = model.decoder.declared(shape.batch, shape.seq);
     Ok(TierBytes {
@@ -109,7 +104,7 @@ const LEAST_IN_FEWER_BITS: usize = 4096;
 
 /// The parameters as the optimizer knows them: matrices in group 0, the rest, which does not decay, in group 1; moments of the
 /// largest in 8 bits, as far as the share that was asked for goes, and of the others as asked.
-pub fn optimized(model: &TrainedModel, settings: &Settings) -> Vec<ParamSpec> {
+pub fn optimized(model: &HostModel, settings: &Settings) -> Vec<ParamSpec> {
     let parameters = model.decoder.parameters();
     let sizes: Vec<usize> = parameters.iter().map(|(_, v)| v.elem_count()).collect();
     let mut in_order: Vec<usize> = (0..sizes.len()).filter(|i| sizes[*i] >= LEAST_IN_FEWER_BITS).collect();
@@ -135,7 +130,7 @@ pub fn optimized(model: &TrainedModel, settings: &Settings) -> Vec<ParamSpec> {
 }
 
 /// What a step holds at the least, whatever is placed where.
-fn least(model: &TrainedModel, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
+fn least(model: &HostModel, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
     let runtime = model.model()?;
     let fixed = fixed(model, &runtime, settings, adam)?;
     Ok(TierBytes { hbm: fixed.hbm + runtime.sizes().step().least_hbm(), ..fixed })
@@ -146,7 +141,7 @@ fn least(model: &TrainedModel, settings: &Settings, adam: &AdamOptions) -> Resul
 /// # Errors
 /// When a cap is wrong, or does not hold what is there whatever goes where, or this machine's memory does not.
 pub fn check_room(
-    model: &TrainedModel,
+    model: &HostModel,
     settings: &Settings,
     adam: &AdamOptions,
     budgets: &BudgetArgs,

@@ -12,12 +12,12 @@ use crate::console::Console;
 use crate::data::Corpus;
 use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
-use crate::model::TrainedModel;
+use crate::model::HostModel;
 use crate::planning::{adam_options, check_parameters, check_room};
 use crate::probe::{probe, timestamp};
-use crate::random::initial_values;
 use crate::run_folder::{RunFolder, check_free};
 use crate::settings::{DeviceChoice, Settings, TrainArgs};
+use crate::weights::InitialWeights;
 
 /// The model that ships with the trainer.
 const DEFAULT_CONFIG: &str = include_str!("../config.json");
@@ -27,7 +27,8 @@ pub(crate) struct Prepared {
     pub(crate) settings: Settings,
     pub(crate) config: String,
     pub(crate) corpus: Corpus,
-    pub(crate) model: TrainedModel,
+    pub(crate) model: HostModel,
+    pub(crate) initial: InitialWeights,
     pub(crate) adam: AdamOptions,
     pub(crate) resumed: Option<RunFolder>,
     pub(crate) out: PathBuf,
@@ -85,25 +86,13 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     if resumed.is_none() {
         check_free(&out)?;
     }
-    let seed = settings.seed;
-    let residual = residual_scale(spec.layers());
-    let decoder = Decoder::new(spec, &mut |name, shape| {
-        let mut values = initial_values(seed, name, shape);
-        if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") {
-            values.iter_mut().for_each(|v| *v *= residual);
-        }
-        values
-    })?;
+    let initial = InitialWeights::Random { seed: settings.seed, layers: spec.layers() };
+    // The optimizer's state sets them.
+    let decoder = Decoder::new(spec, &mut |_, shape| vec![0.0; shape.iter().product()])?;
     let adam = adam_options(decoder.spec().total_parameters(), &settings);
-    let model = TrainedModel::new(decoder, settings.shape(), settings.accum, settings.dropout);
+    let model = HostModel::new(decoder, settings.shape(), settings.accum, settings.dropout);
     check_room(&model, &settings, &adam, &args.budgets)?;
-    Ok(Prepared { settings, config, corpus, model, adam, resumed, out, steps })
-}
-
-/// Scale of the first weights of the two projections that add to the residual stream: one over the root of their number, so that
-/// the sum starts out no larger in a deep model (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
-fn residual_scale(layers: usize) -> f32 {
-    1.0 / (2.0 * layers as f32).sqrt()
+    Ok(Prepared { settings, config, corpus, model, initial, adam, resumed, out, steps })
 }
 
 fn read(path: &Path) -> Result<String> {

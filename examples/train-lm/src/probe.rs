@@ -11,7 +11,7 @@ use lazy_runtime::{Backward, Context, Forward, Grads, Input, Loss, Output, Phase
 use lazy_store::{LinkLimits, NvmeOptions, Store, StoreOptions};
 
 use crate::error::{Result, TrainError};
-use crate::model::{Ids, Shape, TrainedModel};
+use crate::model::{HostModel, Ids, Shape};
 use crate::stop;
 
 /// Repetitions after one that warms up.
@@ -24,7 +24,7 @@ const OPTIMIZER_ELEMENTS: usize = 4 << 20;
 /// # Errors
 /// When a layer, the store or the optimizer fails.
 pub fn probe(
-    model: &TrainedModel,
+    model: &HostModel,
     shape: Shape,
     spill: &Path,
     limits: LinkLimits,
@@ -47,7 +47,7 @@ pub fn probe(
 }
 
 /// What the times of a profile hold for.
-pub fn workload_name(model: &TrainedModel, shape: Shape) -> String {
+pub fn workload_name(model: &HostModel, shape: Shape) -> String {
     let spec = model.decoder.spec();
     format!(
         "{} {} layers, hidden {}, {} parameters, {} x {} tokens",
@@ -60,7 +60,7 @@ pub fn workload_name(model: &TrainedModel, shape: Shape) -> String {
     )
 }
 
-fn layer_times(model: &TrainedModel, shape: Shape, when: &str) -> Result<StepTimes> {
+fn layer_times(model: &HostModel, shape: Shape, when: &str) -> Result<StepTimes> {
     let bytes = model.boundary_bytes().get() as usize;
     let (prologue, layers, epilogue) = (model.prologue(), model.layers(), model.epilogue());
     let vocab = model.decoder.spec().vocab as u32;
@@ -193,7 +193,7 @@ fn link_rates(boundary: Bytes, spill: &Path, limits: LinkLimits, when: &str) -> 
 
 /// Elements a second of whole optimizer steps, norm and commit included, on a trial store of the model's size or
 /// [`OPTIMIZER_ELEMENTS`], whichever is smaller.
-fn optimizer_rate(model: &TrainedModel, spill: &Path, adam: &AdamOptions) -> Result<f64> {
+fn optimizer_rate(model: &HostModel, spill: &Path, adam: &AdamOptions) -> Result<f64> {
     let all: usize = model.decoder.parameters().iter().map(|(_, v)| v.elem_count()).sum();
     let elements = all.min(OPTIMIZER_ELEMENTS);
     let dir = spill.join("trial-optimizer");

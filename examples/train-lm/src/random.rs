@@ -4,6 +4,7 @@
 //! state advances by a constant: its value number `i` can be computed directly. The words of a key are folded into
 //! the starting state with the same finaliser.
 
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -51,23 +52,43 @@ impl Stream {
 ///
 /// The values depend on `seed` and `name` alone, never on the order in which parameters are made.
 pub fn initial_values(seed: u64, name: &str, shape: &[usize]) -> Vec<f32> {
+    let mut values = vec![0.0; shape.iter().product()];
+    fill_initial(seed, name, shape, 0, &mut values);
+    values
+}
+
+/// [`initial_values`] from element `first` on.
+pub fn fill_initial(seed: u64, name: &str, shape: &[usize], first: usize, values: &mut [f32]) {
     const DEVIATION: f64 = 0.02;
-    let count = shape.iter().product();
+    /// Values that a thread makes at a time; even.
+    const RUN: usize = 1 << 14;
     if shape.len() == 1 {
-        return vec![1.0; count];
+        values.fill(1.0);
+        return;
     }
     let digest = Sha256::digest(name.as_bytes());
     let name_word = digest.iter().take(8).fold(0u64, |word, &byte| word << 8 | u64::from(byte));
     let stream = Stream::keyed(&[seed, name_word]);
-    let mut values = Vec::with_capacity(count + 1);
     // Box and Muller's transform makes two values of two.
-    for pair in (0..count as u64).step_by(2) {
+    let value = |index: u64| {
+        let pair = index & !1;
         let radius = DEVIATION * (-2.0 * stream.uniform(pair).ln()).sqrt();
         let (sin, cos) = (std::f64::consts::TAU * stream.uniform(pair + 1)).sin_cos();
-        values.extend([(radius * cos) as f32, (radius * sin) as f32]);
-    }
-    values.truncate(count);
-    values
+        [(radius * cos) as f32, (radius * sin) as f32]
+    };
+    values.par_chunks_mut(RUN).enumerate().for_each(|(run, values)| {
+        let mut index = (first + run * RUN) as u64;
+        let odd = if index.is_multiple_of(2) { 0 } else { values.len().min(1) };
+        let (alone, paired) = values.split_at_mut(odd);
+        for v in alone {
+            *v = value(index)[1];
+            index += 1;
+        }
+        for pair in paired.chunks_mut(2) {
+            pair.copy_from_slice(&value(index)[..pair.len()]);
+            index += 2;
+        }
+    });
 }
 
 #[cfg(test)]
@@ -101,5 +122,11 @@ mod tests {
         assert_ne!(values, initial_values(8, "model.embed_tokens.weight", &[301, 333]));
         assert_ne!(values, initial_values(7, "lm_head.weight", &[301, 333]));
         assert_eq!(initial_values(7, "model.norm.weight", &[5]), [1.0; 5]);
+        // Any part by itself.
+        for (first, count) in [(0, 7), (1, 40_000), (16_384, 3), (100_232, 1)] {
+            let mut part = vec![0.0; count];
+            fill_initial(7, "model.embed_tokens.weight", &[301, 333], first, &mut part);
+            assert_eq!(part, values[first..first + count]);
+        }
     }
 }

@@ -22,7 +22,7 @@ use crate::data::Corpus;
 use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
 use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
-use crate::model::{Ids, TrainedModel};
+use crate::model::{HostModel, Ids};
 use crate::planning::{self, Chosen, choose, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
 use crate::probe::median;
@@ -30,6 +30,7 @@ use crate::report::{self, LastStep};
 use crate::run_folder::{MetricsWriter, RunFolder};
 use crate::settings::{DurabilityChoice, Settings, TrainArgs};
 use crate::stop;
+use crate::weights::InitialWeights;
 
 /// Steps of a run that is not told how many.
 const DEFAULT_STEPS: u64 = 125;
@@ -119,7 +120,7 @@ struct Run<'a> {
     args: &'a TrainArgs,
     settings: Settings,
     corpus: Corpus,
-    model: TrainedModel,
+    model: HostModel,
     problem: StepProblem,
     chosen: Chosen,
     folder: RunFolder,
@@ -154,7 +155,7 @@ impl<'a> Run<'a> {
         console: Console,
     ) -> Result<Run<'a>> {
         stop::check()?;
-        let Prepared { settings, config, corpus, model, adam, resumed, out, steps } = prepared;
+        let Prepared { settings, config, corpus, model, initial, adam, resumed, out, steps } = prepared;
         let new = resumed.is_none();
         let mut folder = match resumed {
             Some(folder) => folder,
@@ -164,7 +165,9 @@ impl<'a> Run<'a> {
         let mut executor = Executor::new(store, model.model()?, ExecutorOptions::default())?;
         let finals = Finals::of(&settings, &mut executor);
         let program = executor.prepare(chosen.verified.plan.clone())?;
-        let (mut optimizer, cursor) = open_state(&settings, &folder, &model, &adam, new, &chosen.schedule)?;
+        let initial = new.then_some(&initial);
+        let (mut optimizer, cursor) =
+            open_state(&settings, &folder, &model, &adam, initial, &chosen.schedule)?;
         if args.no_load_optim {
             optimizer.forget_moments()?;
             console.note("the optimizer's moments are zero again");
@@ -390,12 +393,7 @@ impl<'a> Run<'a> {
     }
 }
 
-fn open_store(
-    model: &TrainedModel,
-    chosen: &Chosen,
-    spill: &RunDir,
-    debug_boundaries: bool,
-) -> Result<Store> {
+fn open_store(model: &HostModel, chosen: &Chosen, spill: &RunDir, debug_boundaries: bool) -> Result<Store> {
     // What the plan needs are the budgets: the store refuses whatever the plan did not promise.
     let mut options = model.model()?.store_options(&chosen.verified.plan, spill.path());
     if let Some(nvme) = &mut options.nvme {
@@ -439,27 +437,28 @@ fn check_save(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<()>
     Ok(())
 }
 
-/// Opens or makes the optimizer's state; on opening, the weights are rebuilt from it.
+/// Opens the optimizer's state, from which the weights are rebuilt, or makes it of the first weights.
 fn open_state(
     settings: &Settings,
     folder: &RunFolder,
-    model: &TrainedModel,
+    model: &HostModel,
     adam: &AdamOptions,
-    new: bool,
+    new: Option<&InitialWeights>,
     schedule: &Schedule,
 ) -> Result<(NvmeAdam, Cursor)> {
     let decoder = &model.decoder;
     let specs = planning::optimized(model, settings);
     let dir = &settings.state_dir.clone().unwrap_or_else(|| folder.state());
-    if new {
+    if let Some(initial) = new {
         check_save(dir, &specs, adam)?;
         let absent = !dir.exists();
+        let parameters = decoder.spec().parameters();
         let mut failed = None;
         let created = NvmeAdam::create(dir, &specs, adam, |parameter, first, values| {
-            let copied = decoder.read_parameter(parameter, |all| {
-                values.copy_from_slice(&all[first..first + values.len()]);
-            });
-            if let Err(error) = copied {
+            let filled = initial
+                .fill(&parameters[parameter], first, values)
+                .and_then(|()| Ok(decoder.write_parameter(parameter, first, values)?));
+            if let Err(error) = filled {
                 failed.get_or_insert(error);
             }
         });
@@ -477,7 +476,7 @@ fn open_state(
             e => e.into(),
         })?;
         let cursor = Cursor { next_step: 0, seed: settings.seed, shape_hash: schedule.shape_hash.clone() };
-        return failed.map_or(Ok((optimizer, cursor)), |error| Err(error.into()));
+        return failed.map_or(Ok((optimizer, cursor)), Err);
     }
     let mut optimizer = match NvmeAdam::open(dir, &specs, adam) {
         Err(OptimError::NoStore { .. } | OptimError::Incomplete { .. }) if !folder.metrics().exists() => {

@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use lazy_model::ModelSpec;
 use plan::{on, planned};
 use train_lm::decoder::{Decoder, with_slice};
-use train_lm::model::{Shape, TrainedModel};
+use train_lm::model::{HostModel, Shape};
 
 fn load(case: &str, file: &str) -> BTreeMap<String, Tensor> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/decoder").join(case).join(file);
@@ -29,7 +29,7 @@ fn check(case: &str, letters: &str) {
         Decoder::new(spec, &mut |name, _| with_slice(&weights[name], <[f32]>::to_vec).unwrap()).unwrap();
     let ids = golden["input_ids"].to_dtype(DType::U32).unwrap().flatten_all().unwrap().to_vec1().unwrap();
 
-    let model = TrainedModel::new(decoder, Shape { batch: 2, seq: 24 }, 1, 0.0);
+    let model = HostModel::new(decoder, Shape { batch: 2, seq: 24 }, 1, 0.0);
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (mut program, mut executor) = planned(&model, letters, dir.path(), true);
     let loss = executor.run(&mut program, &on(ids, 0)).unwrap().losses[0];

@@ -11,7 +11,7 @@ use lazy_model::{Bytes, ModelSpec};
 use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, ParamSpec, StepInput};
 use plan::{on, planned};
 use train_lm::decoder::Decoder;
-use train_lm::model::{Shape, TrainedModel};
+use train_lm::model::{HostModel, Shape};
 use train_lm::random::initial_values;
 
 #[global_allocator]
@@ -23,7 +23,7 @@ fn most_allocated(letters: &str, shape: Shape) -> (usize, Bytes) {
     let before = live();
     let spec = ModelSpec::from_json(include_str!("../config.json")).unwrap();
     let decoder = Decoder::new(spec, &mut |name, shape| initial_values(0, name, shape)).unwrap();
-    let model = TrainedModel::new(decoder, shape, 1, 0.1);
+    let model = HostModel::new(decoder, shape, 1, 0.1);
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (mut program, mut executor) = planned(&model, letters, dir.path(), false);
     let adam =

@@ -4,11 +4,11 @@ use std::path::Path;
 
 use lazy_runtime::{Executor, Program, Step};
 use lazy_store::StoreOptions;
-use train_lm::model::{Ids, TrainedModel};
+use train_lm::model::{HostModel, Ids};
 
 /// `letters` has one of `G C N -` a boundary; what goes to NVMe lies in `dir`. Poison is for tests that look at values only: it
 /// costs a pass over every buffer.
-pub(crate) fn planned(model: &TrainedModel, letters: &str, dir: &Path, poison: bool) -> (Program, Executor) {
+pub(crate) fn planned(model: &HostModel, letters: &str, dir: &Path, poison: bool) -> (Program, Executor) {
     let runtime = model.model().unwrap();
     let plan = runtime.plan(&runtime.schedule(letters).unwrap()).unwrap();
     let options = StoreOptions { poison, ..runtime.store_options(&plan, dir) };
