@@ -102,7 +102,8 @@
 //!
 //! **Beside backward and forward.** Without a clipped norm a step may begin while backward still runs, and update the buckets whose
 //! gradients are final ([`Gradients::Awaited`]); it commits at its end, as ever. [`NvmeAdam::step_into`] gives the room of a parameter
-//! back once its new weights are there, so that the next forward can begin before the step has ended.
+//! back once its new weights are there, so that the next forward can begin before the step has ended; [`NvmeAdam::read_weights_into`]
+//! fills such room when a run starts.
 //!
 //! Memory besides the ring: twelve bytes of checksums for every 16,384 elements, and the caller's gradients. Each bucket
 //! keeps two files open. The formats are in `docs/formats.md`.
@@ -134,6 +135,7 @@ mod quant;
 #[doc(hidden)]
 pub mod raw;
 mod record;
+mod refill;
 mod reload;
 mod retire;
 mod ring;

@@ -7,8 +7,6 @@ use std::slice::IterMut;
 use crate::adam::WeightsOut;
 use crate::device::DeviceSlice;
 use crate::layout::Segment;
-use crate::update::{Away, Left};
-use crate::{NvmeAdam, OptimError};
 
 /// Where updated weights go.
 pub(crate) enum Out<'a, 'w> {
@@ -19,6 +17,14 @@ pub(crate) enum Out<'a, 'w> {
 }
 
 impl Out<'_, '_> {
+    /// Whether the weights of a parameter are wanted.
+    pub(crate) fn wants(&self, param: usize) -> bool {
+        match self {
+            Out::Each(_) => true,
+            Out::Into(rooms, _) => rooms[param].is_some(),
+        }
+    }
+
     /// Whether the weights of a parameter are wanted in RAM.
     pub(crate) fn needs_ram(&self, param: usize) -> bool {
         match self {
@@ -73,40 +79,5 @@ impl<'r> Rooms<'r> {
         self.at += self.rooms[self.at..].iter().take_while(|(before, _)| *before < param).count();
         let (found, room) = self.rooms.get_mut(self.at)?;
         (*found == param).then(|| room.split_off(n))
-    }
-}
-
-impl NvmeAdam {
-    /// After a step that was given up: hands the weights out again that were, as they were before.
-    pub(crate) fn take_back(&mut self, left: Left<'_, '_, '_>) -> Result<(), OptimError> {
-        let Left { mut out, handed, .. } = left;
-        if handed.iter().all(|elements| *elements == 0) {
-            self.latch = None;
-            return Ok(());
-        }
-        let accelerator = self.ring.shared_accelerator();
-        let mut result = Ok(());
-        self.read::<1>(&mut |part| {
-            let (param, first, main) = (part.param, part.first, part.main);
-            let range = first..first + main.len();
-            if handed[param] == 0 || result.is_err() {
-                return;
-            }
-            match (out.on_device(param, range.clone()), &mut out) {
-                (Some(slice), _) => {
-                    let away = Away { grads: Vec::new(), weights: vec![(0..main.len(), slice)] };
-                    result = accelerator.as_deref().map_or(Err(OptimError::Suspended), |accelerator| {
-                        away.send(accelerator, bytemuck::cast_slice(main), &mut accelerator.scratch())
-                    });
-                }
-                (None, Out::Each(weights)) => weights(param, first, main),
-                (None, Out::Into(rooms, _)) => {
-                    if let Some(room) = &mut rooms[param] {
-                        room.part(range).write(0..main.len(), main);
-                    }
-                }
-            }
-        })?;
-        result.map_err(|error| self.latched(error, false))
     }
 }

@@ -97,6 +97,17 @@ impl Rooms {
     }
 }
 
+impl Rooms {
+    /// Whether the weights are those of others that some steps wrote, of which a parameter may have had no gradient in any.
+    fn has(&self, others: &Rooms) -> bool {
+        let untouched = Rooms::new();
+        (0..SIZES.len()).all(|p| {
+            let wide = others.wide[p] == untouched.wide[p] || others.wide[p] == self.wide[p];
+            wide && (others.narrow[p] == untouched.narrow[p] || others.narrow[p] == self.narrow[p])
+        })
+    }
+}
+
 /// A step with clipping on.
 fn take_step(
     adam: &mut NvmeAdam,
@@ -129,7 +140,14 @@ fn steps(adam: &mut NvmeAdam, which: std::ops::RangeInclusive<usize>, place: Whe
         outcome.grad_norm.to_bits()
     });
     let norms = norms.collect();
-    (state(adam, &specs()), rooms, norms)
+    let state = state(adam, &specs());
+    if place != Where::Shown {
+        // A parameter without a gradient in the last step has what the one before it wrote.
+        let mut read = Rooms::new();
+        adam.read_weights_into(read.all(place)).unwrap();
+        assert!(read.has(&rooms), "{place:?}: weights read are not those written");
+    }
+    (state, rooms, norms)
 }
 
 fn run(options: &AdamOptions, place: Where) -> Trace {

@@ -273,15 +273,8 @@ impl<const N: usize> ReadState<'_, N> {
         sections: [&[u8]; 3],
     ) -> Result<(), OptimError> {
         let bucket = &self.buckets[chunk.bucket];
-        let identity = Identity { id: self.id, bucket: chunk.bucket, generation: bucket.generation };
         let block = chunk.first / BLOCK + i;
-        if let Some(slots) = bucket.slots() {
-            for (section, data) in sections.iter().enumerate().take(N) {
-                if identity.sum(block, section, data) != bucket.table[block][section] {
-                    return Err(bad_block(slots.source().path(), slot, chunk.bucket, block, section));
-                }
-            }
-        }
+        check_block(bucket, self.id, (chunk.bucket, slot), block, &sections[..N])?;
         let main: &[f32] = bytemuck::cast_slice(sections[0]);
         if N > 1 {
             for (moment, (values, bytes)) in
@@ -309,6 +302,25 @@ pub(crate) fn bytes_on_disk(layout: &Layout, options: &AdamOptions) -> Bytes {
     let count = home::slot_count(options.durability) as u64;
     let slots: Bytes = on_disk.map(|(slot, _)| slot.file_bytes() * count).sum();
     slots + layout_file_bytes(layout.encode(&[0; 16]).0.len()) + record::page_bytes(layout) * 2
+}
+
+/// Refuses a block of a bucket of which one of the first sections is not what was written last. What is in memory has no checksums.
+pub(crate) fn check_block(
+    bucket: &Bucket,
+    id: StoreId,
+    (index, shape): (usize, SlotShape),
+    block: usize,
+    sections: &[&[u8]],
+) -> Result<(), OptimError> {
+    let Some(slots) = bucket.slots() else { return Ok(()) };
+    let identity = Identity { id, bucket: index, generation: bucket.generation };
+    let wrong = |(section, data): &(usize, &&[u8])| {
+        identity.sum(block, *section, data) != bucket.table[block][*section]
+    };
+    match sections.iter().enumerate().find(wrong) {
+        Some((section, _)) => Err(bad_block(slots.source().path(), shape, index, block, section)),
+        None => Ok(()),
+    }
 }
 
 /// The error for a block of a slot that does not match its checksum.

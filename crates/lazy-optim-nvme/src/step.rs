@@ -199,7 +199,7 @@ impl NvmeAdam {
         check_slice(&self.layout, has_device, what, param, slice)
     }
 
-    fn check_out(&self, weights: &[Option<WeightsOut<'_>>]) -> Result<(), OptimError> {
+    pub(crate) fn check_out(&self, weights: &[Option<WeightsOut<'_>>]) -> Result<(), OptimError> {
         let params = self.layout.params();
         let refused = |what| Err(OptimError::Option { what });
         if weights.len() != params.len() {

@@ -9,8 +9,8 @@ use crate::layout::{Layout, StoreId};
 use crate::record::{Committed, Record};
 use crate::ring::{Log, Ring};
 use crate::seal::{Sealer, Unsealed};
-use crate::slot::{BlockSums, Identity, SECTIONS, SlotHead};
-use crate::state::{Latch, bad_block};
+use crate::slot::{BlockSums, Identity, SlotHead};
+use crate::state::{Latch, check_block};
 use crate::step::elapsed;
 use crate::{Durability, NvmeAdam, OptimError, StepSeconds};
 
@@ -49,16 +49,7 @@ impl<'a> Writing<'a> {
 
     /// Refuses a block that is not the one that was written last. What is in RAM has no checksums.
     pub(crate) fn check(&self, index: usize, block: usize, sections: [&[u8]; 3]) -> Result<(), OptimError> {
-        let bucket = &self.buckets[index];
-        let Some(slots) = bucket.slots() else { return Ok(()) };
-        let identity = Identity { id: self.id, bucket: index, generation: bucket.generation };
-        let found = identity.sums(block, sections);
-        match (0..SECTIONS.len()).find(|s| found[*s] != bucket.table[block][*s]) {
-            Some(section) => {
-                Err(bad_block(slots.source().path(), self.layout.slot(index), index, block, section))
-            }
-            None => Ok(()),
-        }
+        check_block(&self.buckets[index], self.id, (index, self.layout.slot(index)), block, &sections)
     }
 
     /// The new checksums of a block.

@@ -112,6 +112,26 @@ impl Numbers {
     }
 }
 
+/// Room for the weights of every parameter.
+fn rooms(stream: &Arc<CudaStream>) -> Result<Vec<Numbers>, BoxError> {
+    ELEMENTS.iter().map(|n| Numbers::new(stream, vec![7.0; *n], vec![7; *n])).collect()
+}
+
+/// The same, as a store is given it.
+fn out<'a>(rooms: &'a mut [Numbers], stream: &Arc<CudaStream>, place: Where) -> Vec<Option<WeightsOut<'a>>> {
+    let mut out = Vec::new();
+    for (i, room) in rooms.iter_mut().enumerate() {
+        out.push(Some(if place.on_device(i / 2) {
+            WeightsOut::Device(room.there(stream, i))
+        } else if i % 2 == 0 {
+            WeightsOut::F32(&mut room.wide)
+        } else {
+            WeightsOut::Bf16(&mut room.narrow)
+        }));
+    }
+    out
+}
+
 /// A store, and room for its weights.
 struct Run<'a> {
     stream: &'a Arc<CudaStream>,
@@ -121,9 +141,7 @@ struct Run<'a> {
 
 impl<'a> Run<'a> {
     fn new(stream: &'a Arc<CudaStream>, adam: NvmeAdam) -> Result<Self, BoxError> {
-        let room = |n: &usize| Numbers::new(stream, vec![7.0; *n], vec![7; *n]);
-        let rooms = ELEMENTS.iter().map(room).collect::<Result<_, _>>()?;
-        Ok(Run { stream, adam, rooms })
+        Ok(Run { stream, adam, rooms: rooms(stream)? })
     }
 
     fn create(stream: &'a Arc<CudaStream>, folder: &Path, options: &AdamOptions) -> Result<Self, BoxError> {
@@ -173,16 +191,7 @@ impl<'a> Run<'a> {
                 rooms[param].wide[first..first + values.len()].copy_from_slice(values);
             })?
         } else {
-            let mut out = Vec::new();
-            for (i, room) in self.rooms.iter_mut().enumerate() {
-                out.push(Some(if place.on_device(i / 2) {
-                    WeightsOut::Device(room.there(stream, i))
-                } else if i % 2 == 0 {
-                    WeightsOut::F32(&mut room.wide)
-                } else {
-                    WeightsOut::Bf16(&mut room.narrow)
-                }));
-            }
+            let out = out(&mut self.rooms, stream, place);
             self.adam.step_into(&given, &input, out, &mut |_, _| {})?
         };
         if outcome.clip_coefficient >= 1.0 {
@@ -216,6 +225,15 @@ impl<'a> Run<'a> {
             });
         }
         Ok(all)
+    }
+
+    /// Reads the weights into room that holds something else.
+    fn read_weights(&mut self, place: Where) -> Result<(), BoxError> {
+        self.rooms = rooms(self.stream)?;
+        // What fills the room is on the stream.
+        self.stream.synchronize()?;
+        let out = out(&mut self.rooms, self.stream, place);
+        Ok(self.adam.read_weights_into(out)?)
     }
 
     fn state(&mut self) -> Result<State, BoxError> {
@@ -270,6 +288,28 @@ pub(crate) fn homes(kernels: &Kernels) -> Result<String, BoxError> {
         }
     }
     Ok(format!("{count} runs of 3 steps of {} elements", ELEMENTS.iter().sum::<usize>()))
+}
+
+/// Weights read into room of every kind, from every home.
+pub(crate) fn weights(kernels: &Kernels) -> Result<String, BoxError> {
+    let mut count = 0;
+    for update in [None, Some(UpdateOn::Cuda), Some(UpdateOn::Cpu)] {
+        let (budgets, places) = if update.is_none() { (3, &[Where::Ram][..]) } else { (6, &PLACES[..3]) };
+        for budgets in BUDGETS.into_iter().take(budgets) {
+            for place in places {
+                let folder = Folder::make("weights")?;
+                let mut run = Run::create(&kernels.stream, &folder.0, &options(update, budgets))?;
+                run.step(1, *place)?;
+                let written = run.weights(*place)?;
+                run.read_weights(*place)?;
+                if run.weights(*place)? != written {
+                    return Err(format!("they differ: {update:?}, {budgets:?}, {place:?}").into());
+                }
+                count += 1;
+            }
+        }
+    }
+    Ok(format!("{count} ways"))
 }
 
 /// Saved from every home and loaded into every other; lent in between.

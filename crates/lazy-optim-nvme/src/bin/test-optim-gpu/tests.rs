@@ -16,6 +16,7 @@ pub(crate) const ALL: &[(&str, Test<Kernels>)] = &[
     ("partial sums of squares have the bits of the CPU", sums),
     ("the nine recorded runs of PyTorch", golden),
     ("whole steps from every home have the bits of the processor", steps::homes),
+    ("weights read into any room are those that a step wrote", steps::weights),
     ("what is saved from any home goes on in any other", steps::resumed),
     ("the nine recorded runs through whole steps", steps::golden),
 ];
