@@ -9,7 +9,8 @@ use lazy_runtime::{
     Output, Prologue, RuntimeError, Weights,
 };
 
-use crate::decoder::{Decoder, IGNORED, StepContext, shifted_targets, with_slice};
+use crate::batch::Batch;
+use crate::decoder::{Decoder, StepContext, with_slice};
 use crate::dropout::DropoutKey;
 
 /// Batch and sequence length of a micro-batch.
@@ -27,9 +28,6 @@ impl Shape {
         self.batch * self.seq
     }
 }
-
-/// Token ids of a micro-batch, row by row: what its calls find in [`Context::inputs`].
-pub type Ids = Vec<u32>;
 
 /// A decoder and its gradients, for steps of one shape.
 pub struct HostModel {
@@ -121,7 +119,6 @@ struct Ends {
     decoder: Arc<Decoder>,
     gradients: Arc<Gradients>,
     shape: Shape,
-    micro_batches: usize,
 }
 
 impl Ends {
@@ -130,7 +127,6 @@ impl Ends {
             decoder: Arc::clone(&model.decoder),
             gradients: Arc::clone(&model.gradients),
             shape: model.shape,
-            micro_batches: model.micro_batches,
         }
     }
 
@@ -153,7 +149,10 @@ impl Prologue for Ends {
     }
 
     fn forward(&self, cx: &Context<'_>, _: Weights<'_>, out: Output<'_>) -> Result<(), LayerError> {
-        write(&self.decoder.embed(cx.inputs::<Ids>()?, self.shape.batch, self.shape.seq)?, out.bytes()?)
+        write(
+            &self.decoder.embed(&cx.inputs::<Batch>()?.ids, self.shape.batch, self.shape.seq)?,
+            out.bytes()?,
+        )
     }
 
     fn backward(
@@ -164,7 +163,7 @@ impl Prologue for Ends {
         _: Grads<'_>,
     ) -> Result<(), LayerError> {
         let dy = tensor(dy.bytes()?, &self.dims().into())?;
-        let gradient = self.decoder.embed_backward(cx.inputs::<Ids>()?, &dy)?;
+        let gradient = self.decoder.embed_backward(&cx.inputs::<Batch>()?.ids, &dy)?;
         with_slice(&gradient, |values| self.gradients.add(0, values))??;
         Ok(())
     }
@@ -180,11 +179,9 @@ impl Epilogue for Ends {
     }
 
     fn run(&self, cx: &Context<'_>, call: Loss<'_>) -> Result<(), LayerError> {
-        let targets = shifted_targets(cx.inputs::<Ids>()?, self.shape.seq);
-        let counted = targets.iter().filter(|&&t| t != IGNORED).count();
-        // The mean runs over the tokens of all micro-batches, so their gradients simply add up.
+        let batch = cx.inputs::<Batch>()?;
         let h = tensor(call.x.bytes()?, &self.dims().into())?;
-        let result = self.decoder.loss(&h, &targets, counted * self.micro_batches)?;
+        let result = self.decoder.loss(&h, &batch.targets, batch.tokens)?;
         call.loss.f32()?[0] = result.loss;
         let Some(dx) = call.dx else { return Ok(()) };
         write(&result.dh, dx.bytes()?)?;

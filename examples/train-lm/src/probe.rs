@@ -10,8 +10,9 @@ use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, ParamSpec, 
 use lazy_runtime::{Backward, Context, Forward, Grads, Input, Loss, Output, Phase, Saved, Weights};
 use lazy_store::{LinkLimits, NvmeOptions, Store, StoreOptions};
 
+use crate::batch::Batch;
 use crate::error::{Result, TrainError};
-use crate::model::{HostModel, Ids, Shape};
+use crate::model::{HostModel, Shape};
 use crate::stop;
 
 /// Repetitions after one that warms up.
@@ -64,8 +65,9 @@ fn layer_times(model: &HostModel, shape: Shape, when: &str) -> Result<StepTimes>
     let bytes = model.boundary_bytes().get() as usize;
     let (prologue, layers, epilogue) = (model.prologue(), model.layers(), model.epilogue());
     let vocab = model.decoder.spec().vocab as u32;
-    let ids: Ids = (0..shape.tokens() as u32).map(|t| t.wrapping_mul(2_654_435_761) % vocab).collect();
-    let cx = Context::new(None, Phase::Forward).with_inputs(&ids);
+    let ids = (0..shape.tokens() as u32).map(|t| t.wrapping_mul(2_654_435_761) % vocab).collect();
+    let batch = &Batch::next_token([ids], shape.seq)[0];
+    let cx = Context::new(None, Phase::Forward).with_inputs(batch);
     let (mut x, mut y, mut dx) = (vec![0u8; bytes], vec![0u8; bytes], vec![0u8; bytes]);
     let mut times = Times::default();
     for repetition in 0..=REPETITIONS {
@@ -73,7 +75,7 @@ fn layer_times(model: &HostModel, shape: Shape, when: &str) -> Result<StepTimes>
         taken.prologue.push(time(|| prologue.forward(&cx, Weights::none(), Output::of(&mut x)))?);
         for (l, layer) in layers.iter().enumerate() {
             stop::check()?;
-            let cx = Context::new(Some(LayerIndex(l)), Phase::Forward).with_inputs(&ids);
+            let cx = Context::new(Some(LayerIndex(l)), Phase::Forward).with_inputs(batch);
             taken.forward.push(time(|| layer.forward(&cx, forward(&x, Some(&mut y))).map(drop))?);
             let mut saved = Saved::none();
             taken.saving.push(time(|| layer.forward(&cx, forward(&x, None)).map(|s| saved = s))?);

@@ -16,13 +16,14 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use self::advance::{Advanced, Finals};
+use crate::batch::Batch;
 use crate::boundaries::BoundaryLog;
 use crate::console::Console;
 use crate::data::Corpus;
 use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
 use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
-use crate::model::{HostModel, Ids};
+use crate::model::HostModel;
 use crate::planning::{self, Chosen, choose, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
 use crate::probe::median;
@@ -274,7 +275,8 @@ impl<'a> Run<'a> {
         let settings = &self.settings;
         let inputs = (0..settings.accum as u64)
             .map(|m| self.corpus.batch(settings.seed, step, m, settings.batch, settings.seq))
-            .collect::<std::result::Result<Vec<Ids>, _>>()?;
+            .collect::<std::result::Result<Vec<_>, _>>()?;
+        let inputs = Batch::next_token(inputs, settings.seq);
         let origin = Instant::now();
         let Advanced { passes, outcome, after } = self.advance(step, inputs, origin)?;
         // In a fixed order: the same sum for every schedule.

@@ -32,7 +32,7 @@ fn check(case: &str, letters: &str) {
     let model = HostModel::new(decoder, Shape { batch: 2, seq: 24 }, 1, 0.0);
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (mut program, mut executor) = planned(&model, letters, dir.path(), true);
-    let loss = executor.run(&mut program, &on(ids, 0)).unwrap().losses[0];
+    let loss = executor.run(&mut program, &on(ids, 24, 0)).unwrap().losses[0];
 
     let expected = json["loss"].as_f64().unwrap();
     assert!((f64::from(loss) - expected).abs() < 1e-5, "{case}: loss {loss} for {expected}");

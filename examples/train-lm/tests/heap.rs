@@ -39,7 +39,7 @@ fn most_allocated(letters: &str, shape: Shape) -> (usize, Bytes) {
             forget_peak();
         }
         let ids = (0..shape.tokens() as u32).map(|t| t * 31 % 256).collect();
-        executor.run(&mut program, &on(ids, step)).unwrap();
+        executor.run(&mut program, &on(ids, shape.seq, step)).unwrap();
         let gradients = model.gradients.read();
         let views: Vec<_> = gradients.iter().map(|g| Some(Gradient::F32(g))).collect();
         let input =

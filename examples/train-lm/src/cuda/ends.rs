@@ -64,8 +64,7 @@ impl Epilogue for Ends {
         let (norm, head) = (call.weights.get(0).range()?, call.weights.get(1).range()?);
         let (x, dx) = (call.x.range()?, call.dx.map(|dx| dx.range()).transpose()?);
         let row = hidden * options.real.bytes();
-        // The mean runs over the tokens of all micro-batches, so their gradients simply add up.
-        let scale = 1.0 / (batch.counted.max(1) * options.model.micro_batches) as f32;
+        let scale = 1.0 / batch.count.max(1) as f32;
         kernels.bind()?;
         for first in (0..tokens).step_by(p.rows) {
             let rows = p.rows.min(tokens - first);

@@ -21,7 +21,8 @@ use lazy_runtime::{LayerError, Model, ModelOptions, Parameter, ParameterId};
 use lazy_store::cuda::Gpu;
 use lazy_store::{DeviceRange, StoreError};
 
-use crate::decoder::{Geometry, IGNORED, check_spec, shifted_targets};
+use crate::batch::Batch;
+use crate::decoder::{Geometry, IGNORED, check_spec};
 use crate::model::Shape;
 
 use blas::Blas;
@@ -122,7 +123,8 @@ pub struct CudaDecoder {
 pub struct DeviceBatch {
     ids: DeviceRange,
     targets: DeviceRange,
-    counted: usize,
+    /// What the loss is divided by.
+    count: usize,
     /// Held for the two ranges.
     _memory: [CudaSlice<u32>; 2],
 }
@@ -170,36 +172,40 @@ impl CudaDecoder {
         Model::new(ends(), layers, ends(), self.shared.options.model)
     }
 
-    /// Puts the ids of a micro-batch, row by row, and their shifted targets into the memory of the GPU.
+    /// Puts a micro-batch into the memory of the GPU.
     ///
     /// # Errors
-    /// When there are not as many as the shape says, one lies outside the vocabulary, and when the GPU has no room.
-    pub fn upload(&self, ids: &[u32]) -> Result<DeviceBatch> {
-        let Shape { seq, .. } = self.shared.options.shape;
+    /// When there are not as many ids and targets as the shape says, one lies outside the vocabulary, and when the GPU has no room.
+    pub fn upload(&self, batch: &Batch) -> Result<DeviceBatch> {
         let (tokens, vocab) = (self.shared.tokens(), self.shared.spec.vocab);
-        if ids.len() != tokens {
-            return Err(CudaError::Batch(format!("{} token ids were given for {tokens} tokens", ids.len())));
+        let Batch { ids, targets, tokens: count } = batch;
+        for (what, given) in [("token ids", ids), ("targets", targets)] {
+            if given.len() != tokens {
+                return Err(CudaError::Batch(format!(
+                    "{} {what} were given for {tokens} tokens",
+                    given.len()
+                )));
+            }
         }
-        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
+        let mut named = ids.iter().chain(targets.iter().filter(|&&target| target != IGNORED));
+        if let Some(id) = named.find(|&&id| id as usize >= vocab) {
             return Err(CudaError::Batch(format!(
                 "token id {id} is outside the vocabulary, which ends at {vocab}"
             )));
         }
-        let targets = shifted_targets(ids, seq);
         let stream = self.gpu.context().default_stream();
         let failed =
             |what| move |e: cudarc::driver::DriverError| StoreError::Cuda { what, reason: e.to_string() };
         let put = |values: &[u32]| stream.clone_htod(values).map_err(failed("put token ids into GPU memory"));
-        let memory = [put(ids)?, put(&targets)?];
+        let memory = [put(ids)?, put(targets)?];
         // The lanes' streams do not wait for this one.
         stream.synchronize().map_err(failed("wait for token ids"))?;
         let range = |slice: &CudaSlice<u32>| {
             let (address, _) = slice.device_ptr(&stream);
             DeviceRange { address, bytes: Bytes(4 * tokens as u64) }
         };
-        let [ids, targets_at] = [range(&memory[0]), range(&memory[1])];
-        let counted = targets.iter().filter(|&&target| target != IGNORED).count();
-        Ok(DeviceBatch { ids, targets: targets_at, counted, _memory: memory })
+        let [ids, targets] = [range(&memory[0]), range(&memory[1])];
+        Ok(DeviceBatch { ids, targets, count: *count, _memory: memory })
     }
 }
 

@@ -11,6 +11,7 @@ use lazy_store::{BoxError, DeviceChoice, StoreOptions};
 use rayon::prelude::*;
 
 use super::{CudaDecoder, CudaOptions, Real};
+use crate::batch::Batch;
 
 /// An executor, its program, and the decoder both are of.
 pub struct Trial {
@@ -62,7 +63,9 @@ impl Trial {
     /// # Errors
     /// When a batch does not fit the model, and when the step fails.
     pub fn step(&mut self, number: u64, batches: &[Vec<u32>]) -> Result<StepReport, BoxError> {
-        let uploaded: Result<Vec<_>, _> = batches.iter().map(|ids| self.decoder.upload(ids)).collect();
+        let seq = self.decoder.shared.options.shape.seq;
+        let batches = Batch::next_token(batches.iter().cloned(), seq);
+        let uploaded: Result<Vec<_>, _> = batches.iter().map(|batch| self.decoder.upload(batch)).collect();
         let inputs = uploaded?.into_iter().map(|batch| Arc::new(batch) as _).collect();
         let step = Step { step: number, inputs, ..Step::default() };
         Ok(self.executor.run(&mut self.program, &step)?)

@@ -10,8 +10,8 @@ use lazy_optim_nvme::{Gradient, Gradients, GroupOptions, StepInput, StepOutcome}
 use lazy_runtime::{Executor, RuntimeError, Step, StepReport};
 
 use super::{Cursor, GROUPS, Run};
+use crate::batch::Batch;
 use crate::error::{Result, TrainError};
-use crate::model::Ids;
 use crate::settings::{DurabilityChoice, Settings};
 
 /// What a step did.
@@ -64,7 +64,7 @@ impl Finals {
 
 impl Run<'_> {
     /// Runs the passes and the optimizer; the weights are the decoder's own, overwritten chunk by chunk.
-    pub(super) fn advance(&mut self, step: u64, inputs: Vec<Ids>, origin: Instant) -> Result<Advanced> {
+    pub(super) fn advance(&mut self, step: u64, inputs: Vec<Batch>, origin: Instant) -> Result<Advanced> {
         let call = Step { seed: self.settings.seed, ..Step::with_inputs(step, inputs) };
         let (groups, blob) = (self.groups(step), self.cursor(step + 1)?);
         let input = StepInput {

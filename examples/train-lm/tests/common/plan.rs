@@ -4,7 +4,8 @@ use std::path::Path;
 
 use lazy_runtime::{Executor, Program, Step};
 use lazy_store::StoreOptions;
-use train_lm::model::{HostModel, Ids};
+use train_lm::batch::Batch;
+use train_lm::model::HostModel;
 
 /// `letters` has one of `G C N -` a boundary; what goes to NVMe lies in `dir`. Poison is for tests that look at values only: it
 /// costs a pass over every buffer.
@@ -16,7 +17,7 @@ pub(crate) fn planned(model: &HostModel, letters: &str, dir: &Path, poison: bool
     (program, executor)
 }
 
-/// A step on one micro-batch of these tokens.
-pub(crate) fn on(ids: Ids, step: u64) -> Step {
-    Step::with_inputs(step, [ids])
+/// A step on one micro-batch of rows of `seq` tokens.
+pub(crate) fn on(ids: Vec<u32>, seq: usize, step: u64) -> Step {
+    Step::with_inputs(step, Batch::next_token([ids], seq))
 }
