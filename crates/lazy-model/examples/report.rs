@@ -103,6 +103,7 @@ fn report(
         unit: unit.into(),
         promised: Some(promised),
         measured: Some(measured),
+        recent: None,
     };
     let (exposed, waited) = (planned.exposed(), happened.exposed());
     let tokens = 16.0 * 1024.0;

@@ -84,6 +84,7 @@ pub mod keep;
 pub mod layers;
 mod layout;
 mod load;
+pub mod observe;
 pub mod perfetto;
 mod presets;
 pub mod problem;
@@ -114,6 +115,7 @@ pub use layers::{
     StateBytes, StateFormat, Workload,
 };
 pub use load::LinkLoad;
+pub use observe::Observations;
 pub use problem::{StepProblem, Verified, VerifyError, Windows};
 pub use reference::ReferenceSettings;
 pub use report::RunReport;

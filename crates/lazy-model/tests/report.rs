@@ -5,7 +5,7 @@ use lazy_model::report::{Compared, Fact, Headline, RunReport, TierOccupancy};
 use lazy_model::{Bytes, Lane, Placement, Seconds, Span, Tier};
 
 fn compared(label: &str, unit: &str, promised: Option<f64>, measured: Option<f64>) -> Compared {
-    Compared { label: label.into(), unit: unit.into(), promised, measured }
+    Compared { label: label.into(), unit: unit.into(), promised, measured, recent: None }
 }
 
 fn span(name: &str, lane: Lane, start: f64, end: f64, bytes: u64) -> Span {

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 
 use lazy_model::{HardwareProfile, ModelSpec};
 use lazy_optim_nvme::AdamOptions;
-use lazy_store::LinkLimits;
 use lazy_store::scratch::RunDir;
 
 use crate::console::Console;
@@ -150,7 +149,7 @@ pub(crate) fn profile_for(
         Some(path) => Ok(HardwareProfile::from_json(&read(path)?)?),
         None => {
             console.say("measuring layers, links and optimizer");
-            probe(&prepared.model, shape, spill, LinkLimits::default(), &prepared.adam)
+            probe(&prepared.model, shape, spill, args.throttle.unwrap_or_default(), &prepared.adam)
         }
     }
 }
@@ -164,5 +163,6 @@ pub fn probe_only(args: &TrainArgs) -> Result<HardwareProfile> {
     let prepared = prepare(args, &console)?;
     let root = args.nvme_dir.clone().unwrap_or_else(|| beside(&prepared.out, "spill"));
     let spill = spill_folder(&root)?;
-    probe(&prepared.model, prepared.settings.shape(), spill.path(), LinkLimits::default(), &prepared.adam)
+    let limits = args.throttle.unwrap_or_default();
+    probe(&prepared.model, prepared.settings.shape(), spill.path(), limits, &prepared.adam)
 }

@@ -180,6 +180,7 @@ impl Inputs<'_> {
             unit: unit.into(),
             promised: Some(promised),
             measured,
+            recent: None,
         };
         let exposed = &promise.exposed_s;
         let bytes = |b: Bytes| b.get() as f64;

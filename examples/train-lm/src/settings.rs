@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use lazy_model::BytesPerSecond;
 use lazy_solver::budgets::BudgetArgs;
+use lazy_store::LinkLimits;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, TrainError};
@@ -145,6 +147,10 @@ pub struct TrainArgs {
     /// checksum) to boundaries.jsonl: slow, for finding the copy that changed a value
     #[arg(long)]
     pub debug_boundaries: bool,
+    /// Slow the host device's links down to these rates in GB/s, of h2d, d2h, nvme_read and nvme_write those that are named, as in
+    /// h2d=2,nvme_read=0.5: shows how a plan would do on a machine with such links
+    #[arg(long, value_name = "LINK=RATE,..", value_parser = parse_throttle)]
+    pub throttle: Option<LinkLimits>,
 }
 
 /// How far to read ahead.
@@ -175,6 +181,28 @@ fn parse_prefetch(text: &str) -> std::result::Result<Prefetch, String> {
             _ => Err("give a number of blocks from 0 to 1024, or `auto`".into()),
         },
     }
+}
+
+fn parse_throttle(text: &str) -> std::result::Result<LinkLimits, String> {
+    let mut limits = LinkLimits::default();
+    for part in text.split(',') {
+        let (link, rate) = part.split_once('=').ok_or("give LINK=RATE, for example h2d=2,nvme_read=0.5")?;
+        let entry = match link.trim() {
+            "h2d" => &mut limits.h2d,
+            "d2h" => &mut limits.d2h,
+            "nvme_read" => &mut limits.nvme_read,
+            "nvme_write" => &mut limits.nvme_write,
+            other => {
+                return Err(format!("{other:?} is none of the links h2d, d2h, nvme_read and nvme_write"));
+            }
+        };
+        let gbps = rate.trim().parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0);
+        let gbps = gbps.ok_or_else(|| format!("{link}={rate}: give a rate above 0, in GB/s"))?;
+        if entry.replace(BytesPerSecond::from_gb(gbps)).is_some() {
+            return Err(format!("{link} is given twice"));
+        }
+    }
+    Ok(limits)
 }
 
 /// What decides every bit of a run: remembered in `run.json`, and not to be changed on resuming.
@@ -404,6 +432,27 @@ mod tests {
             ),
         ] {
             assert!(Settings::of(&args).unwrap_err().to_string().starts_with(flag));
+        }
+    }
+
+    #[test]
+    fn links_are_slowed_down_by_name_and_in_decimal_units() {
+        let limits = parse_throttle("h2d=2, nvme_read=0.5").unwrap();
+        let expected = LinkLimits {
+            h2d: Some(BytesPerSecond(2e9)),
+            nvme_read: Some(BytesPerSecond(5e8)),
+            ..LinkLimits::default()
+        };
+        assert_eq!(limits, expected);
+        for (text, part) in [
+            ("", "h2d=2,nvme_read"),
+            ("pcie=2", "pcie"),
+            ("h2d=0", "above 0"),
+            ("h2d=inf", "above 0"),
+            ("h2d=1,h2d=2", "twice"),
+        ] {
+            let error = parse_throttle(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
         }
     }
 

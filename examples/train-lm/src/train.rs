@@ -162,7 +162,7 @@ impl<'a> Run<'a> {
             Some(folder) => folder,
             None => RunFolder::create(&out, &settings, steps, &config)?,
         };
-        let store = open_store(&model, &chosen, &spill, args.debug_boundaries)?;
+        let store = open_store(&model, &chosen, &spill, args)?;
         let mut executor = Executor::new(store, model.model()?, ExecutorOptions::default())?;
         let finals = Finals::of(&settings, &mut executor);
         let program = executor.prepare(chosen.verified.plan.clone())?;
@@ -395,12 +395,13 @@ impl<'a> Run<'a> {
     }
 }
 
-fn open_store(model: &HostModel, chosen: &Chosen, spill: &RunDir, debug_boundaries: bool) -> Result<Store> {
+fn open_store(model: &HostModel, chosen: &Chosen, spill: &RunDir, args: &TrainArgs) -> Result<Store> {
     // What the plan needs are the budgets: the store refuses whatever the plan did not promise.
     let mut options = model.model()?.store_options(&chosen.verified.plan, spill.path());
     if let Some(nvme) = &mut options.nvme {
-        nvme.debug_boundaries = debug_boundaries;
+        nvme.debug_boundaries = args.debug_boundaries;
     }
+    options.limits = args.throttle.unwrap_or_default();
     Ok(Store::open(options)?)
 }
 

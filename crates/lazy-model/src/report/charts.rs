@@ -2,21 +2,25 @@
 
 use crate::units::{Bytes, Seconds, Tier};
 
-use super::TierOccupancy;
 use super::map::bytes;
 use super::svg::{Anchor, Frame, Scale, Svg, byte_unit, number, time_unit};
+use super::{Curve, TierOccupancy};
 
-/// Loss over steps with a moving mean and the reference line. Losses that are no numbers are left out.
-pub(super) fn loss(points: &[(u64, f64)], reference: Option<f64>, wide: bool) -> String {
+/// Classes of further curves, in turn.
+const CURVES: [&str; 3] = ["curve s-host", "curve s-nvme", "curve s-kept"];
+
+/// Loss over steps with a moving mean, further curves and the reference line. Losses that are no numbers are left out.
+pub(super) fn loss(points: &[(u64, f64)], curves: &[Curve], reference: Option<f64>, wide: bool) -> String {
     let (width, height) = if wide { (1000.0, 300.0) } else { (380.0, 250.0) };
-    let points: Vec<(f64, f64)> =
-        points.iter().filter(|p| p.1.is_finite()).map(|&(step, loss)| (step as f64, loss)).collect();
+    let points = finite(points);
+    let further: Vec<Vec<(f64, f64)>> = curves.iter().map(|curve| finite(&curve.points)).collect();
+    let all = || points.iter().chain(further.iter().flatten());
     let reference = reference.filter(|r| r.is_finite());
     let mut svg = Svg::new(width, "Loss over training steps");
-    let (mut lo, mut hi) = range(points.iter().map(|p| p.1).chain(reference));
+    let (mut lo, mut hi) = range(all().map(|p| p.1).chain(reference));
     let room = ((hi - lo) * 0.06).max(1e-9);
     (lo, hi) = (lo - room, hi + room);
-    let (first, last) = range(points.iter().map(|p| p.0));
+    let (first, last) = range(all().map(|p| p.0));
     let (left, right, top, bottom) = (48.0, width - 12.0, 28.0, height - 44.0);
     let x = Scale::new(first, last, left, right);
     let frame = Frame { x, y: Scale::new(lo, hi, bottom, top), left, right, top, bottom };
@@ -30,6 +34,11 @@ pub(super) fn loss(points: &[(u64, f64)], reference: Option<f64>, wide: bool) ->
     if !few {
         svg.path("curve", &thin(&smooth), None);
     }
+    for (class, points) in CURVES.iter().cycle().zip(&further) {
+        let smooth = if points.len() > 40 { moving_mean(points) } else { points.clone() };
+        let line: Vec<_> = smooth.iter().map(place).collect();
+        svg.path(class, &thin(&line), None);
+    }
     if let Some(reference) = reference {
         let y = frame.y.at(reference);
         svg.line("mark", [left, y, right, y]);
@@ -41,6 +50,10 @@ pub(super) fn loss(points: &[(u64, f64)], reference: Option<f64>, wide: bool) ->
         svg.dot(class, [*x, *y, r], &format!("step {}: loss {}", point.0, number(point.1)));
     }
     svg.finish(if wide { "wide" } else { "narrow" }, height)
+}
+
+fn finite(points: &[(u64, f64)]) -> Vec<(f64, f64)> {
+    points.iter().filter(|p| p.1.is_finite()).map(|&(step, loss)| (step as f64, loss)).collect()
 }
 
 /// Bytes held in each tier over one step: measured as an area, promised as a dotted line, the budget as a dashed one.

@@ -4,11 +4,14 @@
 mod charts;
 mod lanes;
 mod map;
+mod parts;
 mod svg;
 mod table;
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
+
+use serde::{Deserialize, Serialize};
 
 use crate::span::{Lane, Span};
 use crate::units::{Bytes, Placement, Seconds, Tier};
@@ -36,7 +39,7 @@ pub struct Headline {
 }
 
 /// Bytes in one tier over one step. Each curve is a list of `(from, bytes)`: a value holds until the next.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TierOccupancy {
     /// Which tier.
     pub tier: Tier,
@@ -57,8 +60,43 @@ pub struct Compared {
     pub unit: String,
     /// What the plan said.
     pub promised: Option<f64>,
-    /// What happened.
+    /// What happened, as a mean.
     pub measured: Option<f64>,
+    /// What happened of late, where that is told apart.
+    pub recent: Option<f64>,
+}
+
+/// A part of a step's time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Forward and backward, nothing run twice.
+    Arithmetic,
+    /// Forwards that were run again.
+    Recompute,
+    /// The compute lane waited for a link.
+    Wait,
+    /// Gradient norm, update of the weights, gradients set to zero.
+    Optimizer,
+    /// Everything else.
+    Other,
+}
+
+/// How the time of a step divides.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepParts {
+    /// Whose, for example `Promised`.
+    pub label: String,
+    /// The parts; those that are absent took no time.
+    pub parts: Vec<(Part, Seconds)>,
+}
+
+/// A further curve in the picture of the loss.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Curve {
+    /// What it is.
+    pub label: String,
+    /// `(step, loss)`.
+    pub points: Vec<(u64, f64)>,
 }
 
 impl Compared {
@@ -99,12 +137,16 @@ pub struct RunReport {
     pub title: String,
     /// Whether it shows a run or a plan.
     pub of: Picture,
+    /// What there is to know, in a few sentences under a word each; they come first.
+    pub answers: Vec<Fact>,
     /// Facts under the title.
     pub facts: Vec<Fact>,
     /// The numbers at the top.
     pub headlines: Vec<Headline>,
     /// `(step, loss)` in nats per token, in the order of the steps.
     pub loss: Vec<(u64, f64)>,
+    /// Further curves beside it.
+    pub curves: Vec<Curve>,
     /// Entropy of the text's unigram distribution, in nats per token: what a model without context reaches.
     pub unigram_entropy: Option<f64>,
     /// Placement of boundaries `0..=N`.
@@ -117,8 +159,14 @@ pub struct RunReport {
     pub occupancy: Vec<TierOccupancy>,
     /// The spans of one step: measured of a run, simulated of a plan.
     pub spans: Vec<Span>,
+    /// How a step's time divides, a bar each.
+    pub parts: Vec<StepParts>,
     /// Promised against measured.
     pub comparison: Vec<Compared>,
+    /// What the means of [`comparison`](Self::comparison) are over, in a sentence.
+    pub compared_over: String,
+    /// What arithmetic waited for.
+    pub waits: Option<Table>,
     /// Further tables, at the end.
     pub tables: Vec<Table>,
 }
@@ -144,15 +192,16 @@ impl RunReport {
         );
         self.push_head(&mut page);
         page.push_str("</header>\n<main>\n");
-        self.push_map(&mut page);
-        if self.of == Picture::Run {
-            self.push_loss(&mut page);
+        self.push_parts(&mut page);
+        self.push_comparison(&mut page);
+        if let Some(table) = &self.waits {
+            section(&mut page, &table.title, &table.intro, &table::plain(table));
         }
-        self.push_occupancy(&mut page);
+        self.push_map(&mut page);
         self.push_lanes(&mut page);
-        if !self.comparison.is_empty() {
-            let intro = "What the plan said before the first step, and what the run did.";
-            section(&mut page, "Promised and measured", intro, &table::draw(&self.comparison));
+        self.push_occupancy(&mut page);
+        if self.of == Picture::Run && !(self.loss.is_empty() && self.curves.is_empty()) {
+            self.push_loss(&mut page);
         }
         for table in &self.tables {
             section(&mut page, &table.title, &table.intro, &table::plain(table));
@@ -162,6 +211,15 @@ impl RunReport {
     }
 
     fn push_head(&self, page: &mut String) {
+        if !self.answers.is_empty() {
+            page.push_str("<dl class=\"answers\">");
+            for answer in &self.answers {
+                let (label, value) = (escape(&answer.label), escape(&answer.value));
+                let _ = write!(page, "<dt>{label}</dt><dd>{value}</dd>");
+            }
+            page.push_str("</dl>\n");
+        }
+        self.push_tiles(page);
         if !self.facts.is_empty() {
             page.push_str("<dl class=\"facts\">");
             for fact in &self.facts {
@@ -170,6 +228,9 @@ impl RunReport {
             }
             page.push_str("</dl>\n");
         }
+    }
+
+    fn push_tiles(&self, page: &mut String) {
         if !self.headlines.is_empty() {
             page.push_str("<div class=\"tiles\">");
             for tile in &self.headlines {
@@ -182,6 +243,30 @@ impl RunReport {
             }
             page.push_str("</div>\n");
         }
+    }
+
+    fn push_parts(&self, page: &mut String) {
+        if self.parts.is_empty() {
+            return;
+        }
+        let shown = Part::ALL.into_iter().filter(|part| {
+            let of_part = |parts: &StepParts| parts.parts.iter().any(|p| p.0 == *part && p.1.get() > 0.0);
+            self.parts.iter().any(of_part)
+        });
+        let entries: Vec<_> = shown.map(|part| (part.class(), part.name())).collect();
+        let body = legend(&entries) + &parts::draw(&self.parts, true) + &parts::draw(&self.parts, false);
+        section(page, "Where a step's time goes", &self.compared_over, &body);
+    }
+
+    fn push_comparison(&self, page: &mut String) {
+        if self.comparison.is_empty() {
+            return;
+        }
+        let mut intro = "What the plan said before the first step, and what the run did.".to_owned();
+        if !self.compared_over.is_empty() {
+            intro = format!("{intro} {}", self.compared_over);
+        }
+        section(page, "Promised and measured", &intro, &table::draw(&self.comparison));
     }
 
     fn push_map(&self, page: &mut String) {
@@ -214,8 +299,12 @@ impl RunReport {
         if missing > 0 && !finite.is_empty() {
             let _ = write!(intro, " Steps without a finite loss, not drawn: {missing}.");
         }
-        let draw = |wide| charts::loss(&self.loss, self.unigram_entropy, wide);
-        let body = if finite.is_empty() { String::new() } else { draw(true) + &draw(false) };
+        let draw = |wide| charts::loss(&self.loss, &self.curves, self.unigram_entropy, wide);
+        let mut entries = vec![("hbm", "training")];
+        let classes = ["host", "nvme", "kept"].into_iter().cycle();
+        entries.extend(classes.zip(&self.curves).map(|(class, curve)| (class, curve.label.as_str())));
+        let legend = if self.curves.is_empty() { String::new() } else { legend(&entries) };
+        let body = if finite.is_empty() { String::new() } else { legend + &draw(true) + &draw(false) };
         section(page, "Loss", &intro, &body);
     }
 

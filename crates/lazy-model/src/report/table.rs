@@ -35,17 +35,20 @@ pub(super) fn plain(table: &Table) -> String {
 
 /// The rows as a table. Exact values are in `data-value`.
 pub(super) fn draw(rows: &[Compared]) -> String {
-    let mut out = String::from(
-        "<table><thead><tr><th>Quantity</th><th>Promised</th><th>Measured</th><th>Difference</th>\
-         <th class=\"bar\">−25% to +25%</th></tr></thead><tbody>\n",
-    );
+    let recent = rows.iter().any(|row| row.recent.is_some());
+    let mut out = String::from("<table><thead><tr><th>Quantity</th><th>Promised</th><th>Measured</th>");
+    if recent {
+        out.push_str("<th>Of late</th>");
+    }
+    out.push_str("<th>Difference</th><th class=\"bar\">−25% to +25%</th></tr></thead><tbody>\n");
     for row in rows {
         let difference = row.difference_percent();
         let shown = difference
             .map_or("–".to_owned(), |d| if d.abs() < 0.05 { "0.0%".into() } else { format!("{d:+.1}%") });
+        let late = if recent { cell(row.recent, &row.unit) } else { String::new() };
         let _ = writeln!(
             out,
-            "<tr><td>{}</td>{}{}<td>{shown}</td><td class=\"bar\">{}</td></tr>",
+            "<tr><td>{}</td>{}{}{late}<td>{shown}</td><td class=\"bar\">{}</td></tr>",
             escape(&row.label),
             cell(row.promised, &row.unit),
             cell(row.measured, &row.unit),
