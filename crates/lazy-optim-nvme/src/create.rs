@@ -86,20 +86,9 @@ pub(crate) fn make(
     let new = New { dir: &dir, layout: &layout, options, id };
     match new.seal(&mut ring, contents, seed, &mut made) {
         Ok((buckets, record_file, record)) => {
-            let (page, confirmed, latch, durability) = (0, true, None, options.durability);
-            Ok(NvmeAdam {
-                dir,
-                id,
-                layout,
-                ring,
-                buckets,
-                record_file,
-                page,
-                record,
-                confirmed,
-                latch,
-                durability,
-            })
+            let made = (record_file, 0, record);
+            let adam = NvmeAdam::assemble(dir, options.durability, (id, layout), ring, buckets, made);
+            Ok(NvmeAdam { confirmed: true, ..adam })
         }
         Err(error) => {
             for name in made {

@@ -1,5 +1,6 @@
 //! Where buckets are at home: in slot files, in RAM, or in a GPU's memory.
 
+use std::slice;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use lazy_model::{Bytes, Tier};
@@ -320,7 +321,7 @@ impl Through<'_> {
         for (section, chunk) in self.pieces() {
             // Piece by piece: steps want the buffer too.
             let mut buffer = self.accelerator.scratch();
-            self.accelerator.move_section(self.there, chunk, section, &mut buffer, false)?;
+            self.accelerator.fetch(self.there, chunk, section..section + 1, slice::from_mut(&mut *buffer))?;
             self.sums(&buffer, section, chunk).for_each(|(block, sum)| table[block][section] = sum);
             self.transfer(&mut buffer, section, chunk, |buffer, offset| self.file.write_at(offset, buffer))?;
         }
@@ -337,7 +338,7 @@ impl Through<'_> {
             if let Some((block, _)) = wrong {
                 return Err(bad_block(self.file.path(), shape, self.identity.bucket, block, section));
             }
-            self.accelerator.move_section(self.there, chunk, section, &mut buffer, true)?;
+            self.accelerator.put(self.there, chunk, section..section + 1, slice::from_mut(&mut *buffer))?;
         }
         Ok(())
     }

@@ -75,20 +75,8 @@ impl NvmeAdam {
             bucket.move_in(homes.tiers[index], layout.slot(index), identity, &ring)?;
             buckets.push(bucket);
         }
-        let (confirmed, latch) = (false, None);
-        Ok(NvmeAdam {
-            dir,
-            id,
-            layout,
-            ring,
-            buckets,
-            record_file,
-            page,
-            record,
-            confirmed,
-            latch,
-            durability,
-        })
+        let found = (record_file, page, record);
+        Ok(NvmeAdam::assemble(dir, durability, (id, layout), ring, buckets, found))
     }
 }
 

@@ -52,6 +52,19 @@ impl std::fmt::Debug for NvmeAdam {
 }
 
 impl NvmeAdam {
+    /// A store of what was made or found in its folder: its record is in this page of this file.
+    pub(crate) fn assemble(
+        dir: DurableDir,
+        durability: Durability,
+        (id, layout): (StoreId, Layout),
+        ring: Ring,
+        buckets: Vec<Bucket>,
+        (record_file, page, record): (DurableFile, u64, Record),
+    ) -> Self {
+        let (confirmed, latch) = (false, None);
+        NvmeAdam { dir, id, layout, ring, buckets, record_file, page, record, confirmed, latch, durability }
+    }
+
     /// Streams the committed main weights: `weights(param, first, values)` in parameter order, each element once.
     ///
     /// Rebuilds compute weights after opening, and after a failed step, whose updates may have reached some of them:
