@@ -16,7 +16,7 @@ use crate::planning::{adam_options, check_parameters, check_room};
 use crate::probe::{probe, timestamp};
 use crate::run_folder::{RunFolder, check_free};
 use crate::settings::{DeviceChoice, Settings, TrainArgs};
-use crate::weights::InitialWeights;
+use crate::weights::{CheckpointWeights, InitialWeights};
 
 /// The model that ships with the trainer.
 const DEFAULT_CONFIG: &str = include_str!("../config.json");
@@ -59,7 +59,11 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
             let config = read(&folder.config())?;
             (Some(folder), settings, config, args.steps.or(steps))
         }
-        None => (None, Settings::of(args)?, model_config(args)?, args.steps),
+        None => {
+            let weights = weights_folder(args, console);
+            let settings = Settings { weights, ..Settings::of(args)? };
+            (None, settings, model_config(args)?, args.steps)
+        }
     };
     let spec = ModelSpec::from_json(&config)?;
     for note in &spec.notes {
@@ -85,7 +89,7 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     if resumed.is_none() {
         check_free(&out)?;
     }
-    let initial = InitialWeights::Random { seed: settings.seed, layers: spec.layers() };
+    let initial = initial_weights(&settings, &spec, resumed.is_some())?;
     // The optimizer's state sets them.
     let decoder = Decoder::new(spec, &mut |_, shape| vec![0.0; shape.iter().product()])?;
     let adam = adam_options(decoder.spec().total_parameters(), &settings);
@@ -96,6 +100,29 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
 
 fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(TrainError::io(path))
+}
+
+/// What `--model` names holds weights: a run starts from them unless it is told not to.
+fn weights_folder(args: &TrainArgs, console: &Console) -> Option<PathBuf> {
+    let folder = args.model.as_ref().filter(|path| path.is_dir())?;
+    let shown = folder.display();
+    let there = CheckpointWeights::lie_in(folder);
+    match there && !args.random_weights {
+        true => console.note(&format!("starting from the weights in {shown}")),
+        false if there => console.note(&format!("starting from random weights, not from those in {shown}")),
+        false => {
+            console.note(&format!("{shown} holds no model.safetensors: starting from random weights"));
+        }
+    }
+    (there && !args.random_weights).then(|| std::path::absolute(folder).unwrap_or_else(|_| folder.clone()))
+}
+
+/// The first weights. A resumed run has all of its weights in its state.
+fn initial_weights(settings: &Settings, spec: &ModelSpec, resumed: bool) -> Result<InitialWeights> {
+    match &settings.weights {
+        Some(folder) if !resumed => Ok(InitialWeights::Checkpoint(CheckpointWeights::open(folder, spec)?)),
+        _ => Ok(InitialWeights::Random { seed: settings.seed, layers: spec.layers() }),
+    }
 }
 
 fn model_config(args: &TrainArgs) -> Result<String> {

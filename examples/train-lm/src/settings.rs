@@ -64,9 +64,13 @@ pub struct TrainArgs {
     /// Optimizer steps in all
     #[arg(long, value_name = "N")]
     pub steps: Option<u64>,
-    /// Model: a Hugging Face config.json, or the folder that holds it; default: the one that ships with the trainer
-    #[arg(long, value_name = "FILE")]
+    /// Model: a Hugging Face config.json, or a folder with one; where the folder holds weights too (model.safetensors, or several files
+    /// and their index), training starts from them. Default: the model that ships with the trainer, at random
+    #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
+    /// Start from random weights although the folder named by --model holds some
+    #[arg(long, conflicts_with = "resume")]
+    pub random_weights: bool,
     /// Training text: files or folders; default: this workspace's documents and sources
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub text: Vec<PathBuf>,
@@ -241,6 +245,9 @@ pub struct Settings {
     pub durability: DurabilityChoice,
     /// SHA-256 of the text.
     pub text_hash: String,
+    /// Folder of the first weights; none: drawn from the seed.
+    #[serde(default)]
+    pub weights: Option<PathBuf>,
 }
 
 impl Default for Settings {
@@ -262,6 +269,7 @@ impl Default for Settings {
             max_8bit_fraction: 0.0,
             durability: DurabilityChoice::Step,
             text_hash: String::new(),
+            weights: None,
         }
     }
 }

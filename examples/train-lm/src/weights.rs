@@ -1,9 +1,13 @@
 //! Where the first weights of a run come from.
 
+mod checkpoint;
+
 use lazy_model::Parameter;
 
 use crate::error::Result;
 use crate::random::fill_initial;
+
+pub use checkpoint::CheckpointWeights;
 
 /// The first weights of a run.
 pub enum InitialWeights {
@@ -14,6 +18,8 @@ pub enum InitialWeights {
         /// Layers of the model.
         layers: usize,
     },
+    /// Read from a folder.
+    Checkpoint(CheckpointWeights),
 }
 
 impl InitialWeights {
@@ -23,11 +29,12 @@ impl InitialWeights {
     /// When they cannot be read.
     pub fn fill(&self, parameter: &Parameter, first: usize, values: &mut [f32]) -> Result<()> {
         let Parameter { name, shape } = parameter;
-        match *self {
+        match self {
+            InitialWeights::Checkpoint(weights) => weights.fill(name, first, values)?,
             InitialWeights::Random { seed, layers } => {
-                fill_initial(seed, name, shape, first, values);
+                fill_initial(*seed, name, shape, first, values);
                 if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") {
-                    let scale = residual_scale(layers);
+                    let scale = residual_scale(*layers);
                     values.iter_mut().for_each(|v| *v *= scale);
                 }
             }

@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 use train_lm::settings::{DurabilityChoice, MomentFormat, Prefetch, StateHome, TrainArgs};
 use train_lm::train::{Summary, train};
 
@@ -93,6 +94,69 @@ fn weights_are_the_same_for_every_plan_prefetch_and_caps() {
         other.out = out(format!("seed {accum}"));
         assert_ne!(run(&other).weights_digest, expected.weights_digest);
     }
+}
+
+/// A tiny model with its weights, made by transformers.
+fn golden(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/decoder").join(name)
+}
+
+/// As the trainer computes it, of the weights in a file.
+fn digest_of(weights: &Path) -> String {
+    let bytes = fs::read(weights).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut names = tensors.names();
+    names.sort_unstable();
+    let mut hasher = Sha256::new();
+    names.iter().for_each(|name| hasher.update(tensors.tensor(name).unwrap().data()));
+    hasher.finalize().iter().map(|b| format!("{b:02x}")).collect()
+}
+
+#[test]
+fn training_starts_from_the_weights_in_the_models_folder_unless_it_is_told_not_to() {
+    let place = Place::new();
+    let from = |name: &str, model: PathBuf, steps| TrainArgs {
+        model: Some(model),
+        steps: Some(steps),
+        ..place.args(name)
+    };
+    for name in ["qwen3-tied", "qwen3-untied"] {
+        let folder = golden(name);
+        let weights = digest_of(&folder.join("model.safetensors"));
+        assert_eq!(run(&from(name, folder.clone(), 0)).weights_digest, weights);
+        let random = TrainArgs { random_weights: true, ..from(&format!("{name} random"), folder.clone(), 0) };
+        let config = from(&format!("{name} config"), folder.join("config.json"), 0);
+        let random = run(&random).weights_digest;
+        assert!(random != weights && run(&config).weights_digest == random);
+        // A run goes on without the folder it began with, from its own state; and its result is a folder to start from.
+        let copy = place.path(&format!("{name} copy"));
+        fs::create_dir(&copy).unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(folder.join(file), copy.join(file)).unwrap();
+        }
+        let out = format!("{name} trained");
+        run(&from(&out, copy.clone(), 2));
+        fs::remove_dir_all(&copy).unwrap();
+        let resume = TrainArgs {
+            steps: Some(3),
+            resume: Some(place.path(&out)),
+            plan: "auto".into(),
+            json: true,
+            ..TrainArgs::default()
+        };
+        let trained = run(&resume).weights_digest;
+        assert_eq!(digest_of(&place.path(&out).join("checkpoint/model.safetensors")), trained);
+        let next = run(&from(&format!("{name} next"), place.path(&out).join("checkpoint"), 0));
+        assert_eq!(next.weights_digest, trained);
+    }
+    // Weights of another model.
+    let mixed = place.path("mixed");
+    fs::create_dir(&mixed).unwrap();
+    fs::write(mixed.join("config.json"), CONFIG).unwrap();
+    fs::copy(golden("qwen3-tied").join("model.safetensors"), mixed.join("model.safetensors")).unwrap();
+    let message = refusal(&from("mixed run", mixed, 0));
+    assert!(message.contains("cannot start from the weights in"), "{message}");
+    assert!(!place.path("mixed run").exists());
 }
 
 #[test]
