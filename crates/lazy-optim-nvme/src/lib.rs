@@ -164,6 +164,8 @@ mod crash;
 mod crash_save;
 
 #[cfg(test)]
+mod simulated_awaited;
+#[cfg(test)]
 mod simulated_steps;
 
 #[cfg(test)]

@@ -32,21 +32,21 @@ impl NvmeAdam {
 
     /// After a step that was given up: hands the weights out again that were, as they were before.
     pub(crate) fn take_back(&mut self, left: Left<'_, '_, '_>) -> Result<(), OptimError> {
-        let Left { mut out, handed, .. } = left;
-        if handed.iter().all(|elements| *elements == 0) {
+        let Left { mut out, changed, .. } = left;
+        if !changed.contains(&true) {
             self.latch = None;
             return Ok(());
         }
         match &mut out {
             Out::Each(weights) => {
                 return self.read::<1>(&mut |part| {
-                    if handed[part.param] > 0 {
+                    if changed[part.param] {
                         weights(part.param, part.first, part.main);
                     }
                 });
             }
             Out::Into(rooms, _) => {
-                let untouched = rooms.iter_mut().zip(&handed).filter(|(_, elements)| **elements == 0);
+                let untouched = rooms.iter_mut().zip(&changed).filter(|(_, changed)| !**changed);
                 untouched.for_each(|(room, _)| *room = None);
             }
         }

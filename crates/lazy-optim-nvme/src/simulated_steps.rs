@@ -10,14 +10,14 @@ use crate::{
 const SIZES: [usize; 6] = [70_001, 511, 40_000, 4097, 0, 300_000];
 const STEPS: usize = 3;
 
-fn specs() -> Vec<ParamSpec> {
+pub(crate) fn specs() -> Vec<ParamSpec> {
     let formats = [Moments::F32, Moments::Bf16, Moments::Int8, Moments::F32, Moments::F32, Moments::Int8];
     params(&SIZES).into_iter().zip(formats).map(|(param, moments)| param.with_moments(moments)).collect()
 }
 
 /// Where gradients are and weights go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Where {
+pub(crate) enum Where {
     Ram,
     /// Every second one.
     Mixed,
@@ -27,20 +27,20 @@ enum Where {
 }
 
 /// Gradients in both formats. Those of odd parameters are bfloat16; now and then one is absent.
-struct Grads {
-    wide: Vec<Vec<f32>>,
-    narrow: Vec<Vec<u16>>,
+pub(crate) struct Grads {
+    pub(crate) wide: Vec<Vec<f32>>,
+    pub(crate) narrow: Vec<Vec<u16>>,
 }
 
 impl Grads {
-    fn new(step: usize) -> Grads {
+    pub(crate) fn new(step: usize) -> Grads {
         let wide = |p| (0..SIZES[p]).map(|i| value(step, p, i)).collect::<Vec<f32>>();
         let wide: Vec<_> = (0..SIZES.len()).map(wide).collect();
         let narrow = wide.iter().map(|grads| grads.iter().map(|g| bf16::round(*g)).collect()).collect();
         Grads { wide, narrow }
     }
 
-    fn all(&mut self, step: usize, place: Where) -> Vec<Option<Gradient<'_>>> {
+    pub(crate) fn all(&mut self, step: usize, place: Where) -> Vec<Option<Gradient<'_>>> {
         let mut all = Vec::new();
         for (p, (wide, narrow)) in self.wide.iter_mut().zip(&mut self.narrow).enumerate() {
             let on_device = match place {
@@ -68,18 +68,18 @@ fn address<T>(values: &mut [T]) -> u64 {
 
 /// Room for weights of both formats. Even parameters give float32; the last one gives none.
 #[derive(Clone, PartialEq)]
-struct Rooms {
-    wide: Vec<Vec<f32>>,
-    narrow: Vec<Vec<u16>>,
+pub(crate) struct Rooms {
+    pub(crate) wide: Vec<Vec<f32>>,
+    pub(crate) narrow: Vec<Vec<u16>>,
 }
 
 impl Rooms {
-    fn new() -> Rooms {
+    pub(crate) fn new() -> Rooms {
         let wide = SIZES.iter().map(|n| vec![7.0; *n]).collect();
         Rooms { wide, narrow: SIZES.iter().map(|n| vec![7; *n]).collect() }
     }
 
-    fn all(&mut self, place: Where) -> Vec<Option<WeightsOut<'_>>> {
+    pub(crate) fn all(&mut self, place: Where) -> Vec<Option<WeightsOut<'_>>> {
         let mut all = Vec::new();
         for (p, (wide, narrow)) in self.wide.iter_mut().zip(&mut self.narrow).enumerate() {
             let on_device = place == Where::Device || place == Where::Mixed && p / 2 % 2 == 0;
@@ -161,7 +161,7 @@ fn wanted() -> Trace {
     run(&cut(40_000, 64, 3), Where::Ram)
 }
 
-fn beside_gpu(seed: u64, update: UpdateOn, [hbm, host]: [u64; 2]) -> AdamOptions {
+pub(crate) fn beside_gpu(seed: u64, update: UpdateOn, [hbm, host]: [u64; 2]) -> AdamOptions {
     let durability = if hbm + host > 0 { Durability::Checkpoint } else { Durability::Step };
     let (hbm, host) = (Bytes(hbm), Bytes(host));
     AdamOptions { device: device(seed), update, hbm, host, durability, ..cut(40_000, 64, 3) }

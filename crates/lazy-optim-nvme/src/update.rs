@@ -75,6 +75,8 @@ pub(crate) struct UpdatePass<'b, 'a, 'g, 'w> {
     out: Out<'a, 'w>,
     /// Elements of each parameter whose weights were handed out.
     handed: Vec<usize>,
+    /// Parameters of which weights may have been written, also by what the GPU was still at when the pass ended.
+    changed: Vec<bool>,
     /// Parameters whose weights are all there, while it is not known whether they stay.
     unsure: Vec<usize>,
     accelerator: Option<Arc<Accelerator>>,
@@ -87,8 +89,8 @@ pub(crate) struct Left<'a, 'g, 'w> {
     pub(crate) grads: Vec<Option<Gradient<'g>>>,
     pub(crate) asking: Asking<'a, 'g>,
     pub(crate) out: Out<'a, 'w>,
-    /// Elements of each parameter whose weights were handed out.
-    pub(crate) handed: Vec<usize>,
+    /// Parameters whose weights may be newer than the state.
+    pub(crate) changed: Vec<bool>,
 }
 
 impl<'b, 'a, 'g, 'w> UpdatePass<'b, 'a, 'g, 'w> {
@@ -101,14 +103,15 @@ impl<'b, 'a, 'g, 'w> UpdatePass<'b, 'a, 'g, 'w> {
     ) -> Self {
         let (accelerator, on_gpu) = (ring.shared_accelerator(), ring.updates_on_gpu());
         let rules = grads.iter().enumerate().map(|(param, grad)| grad.map(|_| constants.rule(param)));
-        let (rules, handed) = (rules.collect(), vec![0; grads.len()]);
+        let (rules, unsure) = (rules.collect(), Vec::new());
+        let (handed, changed) = (vec![0; grads.len()], vec![false; grads.len()]);
         let update = Update { writing, grads, rules };
-        UpdatePass { update, asking, constants, out, handed, unsure: Vec::new(), accelerator, on_gpu }
+        UpdatePass { update, asking, constants, out, handed, changed, unsure, accelerator, on_gpu }
     }
 
     pub(crate) fn end(self) -> (Written, Left<'a, 'g, 'w>) {
-        let UpdatePass { update: Update { writing, grads, .. }, asking, out, handed, .. } = self;
-        (writing.end(), Left { grads, asking, out, handed })
+        let UpdatePass { update: Update { writing, grads, .. }, asking, out, changed, .. } = self;
+        (writing.end(), Left { grads, asking, out, changed })
     }
 
     /// Waits for the gradient of a parameter, if it was not asked for yet. `false` where it is not finite.
@@ -231,6 +234,7 @@ impl<'b, 'a, 'g, 'w> UpdatePass<'b, 'a, 'g, 'w> {
     fn hand_out(&mut self, chunk: Chunk, main: &[f32]) {
         for Segment { param, first, local } in self.update.moving(chunk) {
             self.handed[param] += local.len();
+            self.changed[param] = true;
             match &mut self.out {
                 Out::Each(weights) => weights(param, first, &main[local]),
                 Out::Into(..) if self.handed[param] == self.constants.layout.elements(param) => {
@@ -418,6 +422,7 @@ impl<'b> Pass<'b> for UpdatePass<'b, '_, '_, '_> {
         }
         let parts = self.parts(chunk, buffers.last_mut());
         let main = self.update.moving(chunk).any(|segment| self.out.needs_ram(segment.param));
+        self.update.moving(chunk).for_each(|segment| self.changed[segment.param] = true);
         accelerator.begin((chunk, shape), state, buffers, parts, main)
     }
 

@@ -7,8 +7,8 @@ use std::time::Instant;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use lazy_optim_nvme::raw::Kernels;
 use lazy_optim_nvme::{
-    AdamOptions, Bytes, DeviceChoice, DeviceSlice, Durability, Gradient, GroupOptions, LoadOptions, Moments,
-    NvmeAdam, ParamSpec, StatePart, StepInput, Stream, UpdateOn, WeightsOut,
+    AdamOptions, Bytes, DeviceChoice, DeviceSlice, Durability, Gradient, Gradients, GroupOptions,
+    LoadOptions, Moments, NvmeAdam, ParamSpec, StatePart, StepInput, Stream, UpdateOn, WeightsOut,
 };
 use lazy_store::BoxError;
 use lazy_store::cuda::Gpu;
@@ -132,6 +132,18 @@ fn out<'a>(rooms: &'a mut [Numbers], stream: &Arc<CudaStream>, place: Where) -> 
     out
 }
 
+/// The gradients of step number `t`.
+fn grads(stream: &Arc<CudaStream>, t: u64) -> Result<Vec<Numbers>, BoxError> {
+    let mut random = Random(100 + t);
+    let mut grads = Vec::new();
+    for n in ELEMENTS {
+        let wide: Vec<f32> = random.values(n).iter().map(|v| v.clamp(-1e3, 1e3)).collect();
+        let narrow = wide.iter().map(|v| (v.to_bits() >> 16) as u16).collect();
+        grads.push(Numbers::new(stream, wide, narrow)?);
+    }
+    Ok(grads)
+}
+
 /// A store, and room for its weights.
 struct Run<'a> {
     stream: &'a Arc<CudaStream>,
@@ -157,13 +169,7 @@ impl<'a> Run<'a> {
     /// Step number `t`, with clipping on; the norm.
     fn step(&mut self, t: u64, place: Where) -> Result<f64, BoxError> {
         let stream = self.stream;
-        let mut random = Random(100 + t);
-        let mut grads = Vec::new();
-        for n in ELEMENTS {
-            let wide: Vec<f32> = random.values(n).iter().map(|v| v.clamp(-1e3, 1e3)).collect();
-            let narrow = wide.iter().map(|v| (v.to_bits() >> 16) as u16).collect();
-            grads.push(Numbers::new(stream, wide, narrow)?);
-        }
+        let mut grads = grads(stream, t)?;
         let there: Vec<DeviceSlice> = grads.iter_mut().enumerate().map(|(i, g)| g.there(stream, i)).collect();
         let mut given = Vec::new();
         for (i, numbers) in grads.iter().enumerate() {
@@ -205,6 +211,33 @@ impl<'a> Run<'a> {
             );
         }
         Ok(outcome.grad_norm)
+    }
+
+    /// Step number `t`, whose gradients come into device memory as they are asked for, by copies that are only queued then; with `bad`,
+    /// that one's is not finite. Whether the step was skipped.
+    fn awaited(&mut self, t: u64, bad: Option<usize>) -> Result<bool, BoxError> {
+        let stream = self.stream;
+        let mut finals = grads(stream, t)?;
+        if let Some(bad) = bad {
+            finals[bad].wide[17] = f32::INFINITY;
+            finals[bad].narrow[17] = 0x7f80;
+        }
+        let nan = |n: &usize| Numbers::new(stream, vec![f32::NAN; *n], vec![0x7fc0; *n]);
+        let mut there = ELEMENTS.iter().map(nan).collect::<Result<Vec<_>, _>>()?;
+        let slices: Vec<DeviceSlice> =
+            there.iter_mut().enumerate().map(|(i, g)| g.there(stream, i)).collect();
+        let mut wait = |param: usize| {
+            stream.memcpy_htod(&finals[param].wide, &mut there[param].wide_there)?;
+            stream.memcpy_htod(&finals[param].narrow, &mut there[param].narrow_there)?;
+            Ok(Some(Gradient::Device(slices[param])))
+        };
+        // SAFETY: the stream outlives the step.
+        let ordered = unsafe { Stream::from_raw(stream.cu_stream().cast()) };
+        let groups = [GroupOptions::default()];
+        let input = StepInput { groups: &groups, scale: 2.0, stream: Some(ordered), ..StepInput::default() };
+        let out = out(&mut self.rooms, stream, Where::Device);
+        let outcome = self.adam.step_into(Gradients::Awaited(&mut wait), &input, out, &mut |_, _| {})?;
+        Ok(outcome.skipped)
     }
 
     /// The weights as they were handed out, as bits: those shown are float32.
@@ -288,6 +321,49 @@ pub(crate) fn homes(kernels: &Kernels) -> Result<String, BoxError> {
         }
     }
     Ok(format!("{count} runs of 3 steps of {} elements", ELEMENTS.iter().sum::<usize>()))
+}
+
+/// Gradients that become final in device memory while the step runs.
+pub(crate) fn awaited(kernels: &Kernels) -> Result<String, BoxError> {
+    let stream = &kernels.stream;
+    let folder = Folder::make("final")?;
+    let mut wanted = Run::create(stream, &folder.0, &options(None, [0, 0]))?;
+    for t in 1..=3 {
+        let numbers = grads(stream, t)?;
+        let given = numbers.iter().enumerate();
+        let given: Vec<_> = given
+            .map(|(i, g)| Some(if i % 2 == 0 { Gradient::F32(&g.wide) } else { Gradient::Bf16(&g.narrow) }))
+            .collect();
+        let groups = [GroupOptions::default()];
+        let input = StepInput { groups: &groups, scale: 2.0, ..StepInput::default() };
+        let out = out(&mut wanted.rooms, stream, Where::Ram);
+        wanted.adam.step_into(&given, &input, out, &mut |_, _| {})?;
+    }
+    let (state, weights) = (wanted.state()?, wanted.weights(Where::Ram)?);
+    for update in [UpdateOn::Cuda, UpdateOn::Cpu] {
+        let folder = Folder::make("awaited")?;
+        let mut run = Run::create(stream, &folder.0, &options(Some(update), [0, 0]))?;
+        for t in 1..=3 {
+            run.read_weights(Where::Device)?;
+            let before = (run.state()?, run.weights(Where::Device)?);
+            // The first parameter is asked for last, when nearly all is updated.
+            for bad in [0, 1, ELEMENTS.len() - 1] {
+                let skipped = run.awaited(t, Some(bad))?;
+                if !skipped || (run.state()?, run.weights(Where::Device)?) != before {
+                    return Err(
+                        format!("{update:?}: a gradient of p{bad} that is not finite left traces").into()
+                    );
+                }
+            }
+            if run.awaited(t, None)? {
+                return Err(format!("{update:?}: step {t} was skipped").into());
+            }
+        }
+        if (run.state()?, run.weights(Where::Device)?) != (state.clone(), weights.clone()) {
+            return Err(format!("{update:?}: not what final gradients give").into());
+        }
+    }
+    Ok("2 runs of 3 steps, 9 taken back in each".into())
 }
 
 /// Weights read into room of every kind, from every home.

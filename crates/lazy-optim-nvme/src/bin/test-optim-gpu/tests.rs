@@ -17,6 +17,10 @@ pub(crate) const ALL: &[(&str, Test<Kernels>)] = &[
     ("the nine recorded runs of PyTorch", golden),
     ("whole steps from every home have the bits of the processor", steps::homes),
     ("weights read into any room are those that a step wrote", steps::weights),
+    (
+        "gradients awaited in device memory give the bits of final ones, and late infinities leave no trace",
+        steps::awaited,
+    ),
     ("what is saved from any home goes on in any other", steps::resumed),
     ("the nine recorded runs through whole steps", steps::golden),
 ];
