@@ -4,32 +4,55 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
 
-use lazy_model::Bytes;
-use lazy_store::durable::AlignedBuf;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
-use crate::export::{BLOB, FORMAT, MOMENTS, SEQUENCE, STEP_COUNTS, VERSION};
-use crate::slot::BLOCK;
+use crate::ahead::{Job, ReadAhead, Sections, Windows};
+use crate::export::{
+    self, BLOB, CHECKED, CHECKSUM, CHECKSUMS, FORMAT, SEQUENCE, STEP_COUNTS, UNCHECKED, VERSION,
+};
+use crate::slot::SECTIONS;
 use crate::source::Stretch;
-use crate::{Moments, OptimError, ParamSpec};
+use crate::{MAX_BLOB_BYTES, Moments, OptimError, ParamSpec};
 
 /// Longest header that the format allows, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
 
+/// More steps than anybody takes; from here on a count is no count.
+const MAX_STEPS: u64 = 1 << 53;
+
 /// A consolidated file: whole parameters with float32 moments.
 pub(crate) struct Consolidated {
-    path: PathBuf,
-    file: File,
     params: Vec<ParamSpec>,
-    /// Where in the file each parameter's three sections begin.
-    offsets: Vec<[u64; 3]>,
     step_counts: Vec<u64>,
     sequence: u64,
     blob: Vec<u8>,
-    block: [AlignedBuf; 3],
+    tensors: Tensors,
+    window: ReadAhead<Key>,
+}
+
+/// A parameter, and the number of a window in it.
+type Key = (usize, usize);
+
+/// Where the values are.
+struct Tensors {
+    path: Arc<Path>,
+    file: Arc<File>,
+    /// By parameter.
+    all: Vec<Arc<Tensor>>,
+}
+
+/// The three sections of a parameter.
+struct Tensor {
+    name: String,
+    elements: usize,
+    /// Where in the file each begins.
+    offsets: [u64; 3],
+    /// CRC32C of each window of each of them; none in a file without.
+    sums: Option<[Vec<u32>; 3]>,
 }
 
 impl Consolidated {
@@ -43,66 +66,57 @@ impl Consolidated {
         }
         let notes = metadata.metadata().clone().unwrap_or_default();
         let note = |key| notes.get(key).map(String::as_str);
-        match (note("format"), note("version")) {
-            (Some(FORMAT), Some(VERSION)) => {}
+        let is_checked = match (note("format"), note("version")) {
+            (Some(FORMAT), Some(VERSION)) => true,
+            (Some(FORMAT), Some(UNCHECKED)) => false,
             (Some(FORMAT), Some(other)) => {
                 return Err(damaged(&format!(
                     "its format version is {other}, which this build does not read"
                 )));
             }
             _ => return Err(damaged("it is no exported optimizer state")),
-        }
+        };
         let counts: HashMap<String, u64> = note(STEP_COUNTS)
             .and_then(|text| serde_json::from_str(text).ok())
+            .filter(|counts: &HashMap<String, u64>| counts.values().all(|count| *count < MAX_STEPS))
             .ok_or_else(|| damaged("its step counts cannot be read"))?;
         let sequence = note(SEQUENCE)
             .and_then(|text| text.parse().ok())
+            .filter(|sequence| *sequence < MAX_STEPS)
             .ok_or_else(|| damaged("its step cannot be read"))?;
-        let blob = note(BLOB).and_then(unhex).ok_or_else(|| damaged("its blob cannot be read"))?;
-        let block = || AlignedBuf::zeroed(Bytes(BLOCK as u64 * 4));
-        let block = [block()?, block()?, block()?];
-        let (params, offsets, step_counts) = (Vec::new(), Vec::new(), Vec::new());
-        let path = path.to_path_buf();
-        let mut read = Consolidated { path, file, params, offsets, step_counts, sequence, blob, block };
+        let blob = note(BLOB)
+            .and_then(unhex)
+            .filter(|blob| blob.len() <= MAX_BLOB_BYTES)
+            .ok_or_else(|| damaged("its blob cannot be read"))?;
+        let sums: Option<HashMap<String, String>> = is_checked
+            .then(|| note(CHECKSUMS).and_then(|text| serde_json::from_str(text).ok()))
+            .map(|sums| sums.ok_or_else(|| damaged("its checksums cannot be read")))
+            .transpose()?;
         let mut names: Vec<_> = counts.into_iter().collect();
         names.sort();
+        let (mut params, mut all, mut step_counts) = (Vec::new(), Vec::new(), Vec::new());
         for (name, count) in names {
-            read.add(&metadata, data, name, count)?;
+            let (shape, tensor) =
+                tensor(&metadata, data, name, sums.as_ref()).map_err(|what| damaged(&what))?;
+            params.push(ParamSpec::new(&tensor.name, &shape));
+            all.push(Arc::new(tensor));
+            step_counts.push(count);
         }
-        if read.params.len() * 3 != metadata.tensors().len() {
+        if params.len() * SECTIONS.len() != metadata.tensors().len() {
             return Err(damaged("it has tensors that belong to no parameter"));
         }
-        Ok(read)
-    }
-
-    fn add(&mut self, metadata: &Metadata, data: u64, name: String, count: u64) -> Result<(), OptimError> {
-        let damaged = |what| OptimError::Damaged { path: self.path.clone(), what };
-        let mut offsets = [0; 3];
-        let mut shape: Option<Vec<usize>> = None;
-        for (offset, tensor) in
-            offsets.iter_mut().zip(["", MOMENTS[0], MOMENTS[1]].map(|end| format!("{name}{end}")))
-        {
-            match metadata.info(&tensor) {
-                Some(TensorInfo { dtype: Dtype::F32, shape: found, data_offsets })
-                    if shape.as_ref().is_none_or(|shape| shape == found) =>
-                {
-                    *offset = data + data_offsets.0 as u64;
-                    shape = Some(found.clone());
-                }
-                Some(_) => {
-                    return Err(damaged(format!("its tensor {tensor} is not float32 of {name}'s shape")));
-                }
-                None => return Err(damaged(format!("it has no tensor {tensor}"))),
+        if is_checked {
+            let notes = [STEP_COUNTS, SEQUENCE, BLOB, CHECKSUMS].map(|key| note(key).unwrap_or_default());
+            if note(CHECKSUM) != Some(format!("{:08x}", export::header_sum(notes, &params)).as_str()) {
+                return Err(damaged("its header does not match its checksum"));
             }
         }
-        self.params.push(ParamSpec::new(name, &shape.unwrap_or_default()));
-        self.offsets.push(offsets);
-        self.step_counts.push(count);
-        Ok(())
+        let tensors = Tensors { path: path.into(), file: Arc::new(file), all };
+        Ok(Consolidated { params, step_counts, sequence, blob, tensors, window: ReadAhead::new()? })
     }
 
     pub(crate) fn path(&self) -> &Path {
-        &self.path
+        &self.tensors.path
     }
 
     pub(crate) fn params(&self) -> &[ParamSpec] {
@@ -127,16 +141,91 @@ impl Consolidated {
         elements: Range<usize>,
         each: &mut dyn FnMut(Stretch<'_>),
     ) -> Result<(), OptimError> {
-        for first in elements.clone().step_by(BLOCK) {
-            let count = BLOCK.min(elements.end - first);
-            for (buffer, offset) in self.block.iter_mut().zip(self.offsets[param]) {
-                let bytes = &mut buffer.as_mut_slice()[..count * 4];
-                let read = self.file.read_exact_at(bytes, offset + first as u64 * 4);
-                read.map_err(OptimError::file("read", &self.path))?;
+        let mut first = elements.start;
+        while first < elements.end {
+            let (window, start) = (first / CHECKED, first % CHECKED);
+            let end = elements.end.min((window + 1) * CHECKED);
+            let sections = self.window.look(&self.tensors, (param, window))?;
+            let range = start..start + end - first;
+            each(Stretch { first, moments: Moments::F32, sections, range });
+            first = end;
+        }
+        Ok(())
+    }
+}
+
+/// A parameter's shape and where its sections are.
+fn tensor(
+    metadata: &Metadata,
+    data: u64,
+    name: String,
+    sums: Option<&HashMap<String, String>>,
+) -> Result<(Vec<usize>, Tensor), String> {
+    let mut offsets = [0; 3];
+    let mut shape: Option<Vec<usize>> = None;
+    for (offset, tensor) in offsets.iter_mut().zip(export::tensors(&name)) {
+        match metadata.info(&tensor) {
+            Some(TensorInfo { dtype: Dtype::F32, shape: found, data_offsets })
+                if shape.as_ref().is_none_or(|shape| shape == found) =>
+            {
+                *offset = data + data_offsets.0 as u64;
+                shape = Some(found.clone());
             }
-            let [main, avg, sq] = &self.block;
-            let sections = [main, avg, sq].map(AlignedBuf::as_slice);
-            each(Stretch { first, moments: Moments::F32, sections, range: 0..count });
+            Some(_) => return Err(format!("its tensor {tensor} is not float32 of {name}'s shape")),
+            None => return Err(format!("it has no tensor {tensor}")),
+        }
+    }
+    let shape = shape.unwrap_or_default();
+    let elements = crate::layout::elements(&shape).ok_or_else(|| format!("the shape of {name} overflows"))?;
+    let windows = elements.div_ceil(CHECKED);
+    let read = |sums: &HashMap<String, String>| {
+        let sums = unhex(sums.get(&name)?)?;
+        let sums: Vec<u32> = sums.as_chunks().0.iter().map(|sum| u32::from_be_bytes(*sum)).collect();
+        let section = |i| Some(sums.get(i * windows..(i + 1) * windows)?.to_vec());
+        (sums.len() == 3 * windows).then_some([section(0)?, section(1)?, section(2)?])
+    };
+    let sums = sums.map(|sums| read(sums).ok_or_else(|| format!("the checksums of {name} cannot be read")));
+    let sums = sums.transpose()?;
+    Ok((shape, Tensor { name, elements, offsets, sums }))
+}
+
+impl Windows for Tensors {
+    type Key = Key;
+
+    fn job(&self, (param, window): Key) -> Job {
+        let (path, file, tensor) =
+            (Arc::clone(&self.path), Arc::clone(&self.file), Arc::clone(&self.all[param]));
+        Box::new(move |sections| tensor.read(&path, &file, window, sections))
+    }
+
+    fn next(&self, (param, window): Key) -> Option<Key> {
+        if (window + 1) * CHECKED < self.all[param].elements {
+            return Some((param, window + 1));
+        }
+        (param + 1 < self.all.len() && self.all[param + 1].elements > 0).then_some((param + 1, 0))
+    }
+}
+
+impl Tensor {
+    /// Reads and checks a window.
+    fn read(
+        &self,
+        path: &Path,
+        file: &File,
+        window: usize,
+        sections: &mut Sections,
+    ) -> Result<(), OptimError> {
+        let first = window * CHECKED;
+        let count = CHECKED.min(self.elements - first);
+        for (section, buffer) in sections.iter_mut().enumerate() {
+            let bytes = &mut buffer.as_mut_slice()[..count * 4];
+            let read = file.read_exact_at(bytes, self.offsets[section] + 4 * first as u64);
+            read.map_err(OptimError::file("read", path))?;
+            if self.sums.as_ref().is_some_and(|sums| sums[section][window] != crc32c::crc32c(bytes)) {
+                let (tensor, end) = (&export::tensors(&self.name)[section], first + count);
+                let what = format!("elements {first}..{end} of {tensor} do not match their checksum");
+                return Err(OptimError::Damaged { path: path.to_path_buf(), what });
+            }
         }
         Ok(())
     }

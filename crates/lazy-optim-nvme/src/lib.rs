@@ -110,6 +110,7 @@
 
 mod accelerator;
 mod adam;
+mod ahead;
 mod bf16;
 mod create;
 mod cuda;

@@ -1,13 +1,16 @@
-//! Heads of files changed byte by byte: their checksums notice it, and where those are made anew, decoding refuses what cannot be
+//! Heads of files, and consolidated files, changed byte by byte: their checksums notice it, and where those are made anew, decoding refuses what cannot be
 //! or reads it for what it says. It never panics, and takes no memory for counts that the bytes do not hold.
+
+use std::path::Path;
 
 use proptest::prelude::*;
 
+use crate::import::Consolidated;
 use crate::layout::Layout;
 use crate::manifest::{self, Manifest};
 use crate::record::{Committed, Record, Standing};
 use crate::slot::{Identity, SlotHead, SlotShape};
-use crate::{GroupOptions, Moments, ParamSpec};
+use crate::{AdamOptions, GroupOptions, Moments, NvmeAdam, OptimError, ParamSpec};
 
 /// Bytes put in the place of others, at a share of the length in 65536ths; a cut, or a longer end.
 #[derive(Clone, Debug)]
@@ -139,5 +142,110 @@ proptest! {
         let shape = SlotShape { elements, moments: Moments::Bf16 };
         let good = SlotHead { identity, slot: 1, shape, table }.encode().0;
         check(&good, &changes, |bytes| SlotHead::decode(bytes).ok(), |(head, _)| head.encode().0)?;
+    }
+}
+
+/// What is read of a consolidated file: parameters, step counts, sequence, blob, and the bits of all values.
+#[derive(Debug, PartialEq)]
+struct Consolidation {
+    params: Vec<ParamSpec>,
+    notes: (Vec<u64>, u64, Vec<u8>),
+    values: Vec<Vec<u8>>,
+}
+
+/// Reads what a consolidated file has of a parameter, or the whole file.
+fn consolidation(path: &Path, bytes: &[u8]) -> Result<Consolidation, OptimError> {
+    std::fs::write(path, bytes).unwrap();
+    let mut file = Consolidated::open(path)?;
+    let params = file.params().to_vec();
+    let notes = (file.step_counts().to_vec(), file.sequence(), file.blob().to_vec());
+    let mut values = vec![Vec::new(); params.len()];
+    for (index, param) in params.iter().enumerate() {
+        let elements = param.shape.iter().product();
+        file.read(index, 0..elements, &mut |stretch| {
+            let bytes = stretch.range.start * 4..stretch.range.end * 4;
+            stretch
+                .sections
+                .iter()
+                .for_each(|section| values[index].extend_from_slice(&section[bytes.clone()]));
+        })?;
+    }
+    Ok(Consolidation { params, notes, values })
+}
+
+/// A file of two parameters, and where its values begin.
+fn exported(dir: &Path) -> (Vec<u8>, usize) {
+    let params = [ParamSpec::new("a", &[3, 20]), ParamSpec::new("b", &[0]), ParamSpec::new("c", &[])];
+    let options = AdamOptions { bucket_elements: 50, ..AdamOptions::default() };
+    let store = dir.join("store");
+    let mut adam = NvmeAdam::create(&store, &params, &options, crate::common::init).unwrap();
+    crate::common::take_step(&mut adam, &params, 1).unwrap();
+    adam.save("here").unwrap().wait().unwrap();
+    crate::export(&[store.join("here")], &dir.join("good")).unwrap();
+    let bytes = std::fs::read(dir.join("good")).unwrap();
+    let header = u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
+    (bytes, 8 + header)
+}
+
+#[test]
+fn every_cut_and_every_flipped_bit_of_a_consolidated_file_is_noticed_or_changes_nothing() {
+    let dir = crate::common::scratch();
+    let (good, _) = exported(dir.path());
+    let path = dir.path().join("changed");
+    let wanted = consolidation(&path, &good).unwrap();
+    for end in 0..good.len() {
+        assert!(
+            matches!(consolidation(&path, &good[..end]), Err(OptimError::Damaged { .. })),
+            "cut at {end}"
+        );
+    }
+    let (mut noticed, mut harmless) = (0, 0);
+    for at in 0..good.len() {
+        // A bit of a byte each, and another digit or letter.
+        for change in [1 << (at % 8), 0x01, 0x20] {
+            let mut bytes = good.clone();
+            bytes[at] ^= change;
+            match consolidation(&path, &bytes) {
+                Ok(read) => {
+                    assert!(read == wanted, "byte {at} changed by {change:#x}");
+                    harmless += 1;
+                }
+                Err(OptimError::Damaged { .. }) => noticed += 1,
+                Err(other) => panic!("byte {at} changed by {change:#x}: {other}"),
+            }
+        }
+    }
+    // Spaces, the version that has no checksums, and such.
+    assert!(harmless * 20 < noticed, "{harmless} of {noticed}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Files that any program may write: without checksums, and so taken for what they say.
+    #[test]
+    fn consolidated_files_of_others_are_refused_or_read_for_what_they_say(
+        changes in prop::collection::vec(change(), 0..4),
+        digits in prop::collection::vec((any::<prop::sample::Index>(), b'0'..=b'9'), 0..4),
+        count in prop_oneof![Just(1u64), Just(u64::MAX), any::<u64>()],
+    ) {
+        let dir = crate::common::scratch();
+        let (good, data) = exported(dir.path());
+        let header = std::str::from_utf8(&good[8..data]).unwrap().replace("\"version\":\"2\"", "\"version\":\"1\"");
+        let header = header.replace("\\\"a\\\":1", &format!("\\\"a\\\":{count}"));
+        let mut header = changed(header.into_bytes(), &changes);
+        let numbers: Vec<usize> = (0..header.len()).filter(|i| header[*i].is_ascii_digit()).collect();
+        for (which, digit) in digits {
+            if !numbers.is_empty() {
+                header[numbers[which.index(numbers.len())]] = digit;
+            }
+        }
+        let bytes = [(header.len() as u64).to_le_bytes().as_slice(), &header, &good[data..]].concat();
+        if let Ok(read) = consolidation(&dir.path().join("changed"), &bytes) {
+            let found: usize = read.values.iter().map(Vec::len).sum();
+            prop_assert_eq!(found, good.len() - data);
+            // What a store goes on from can be counted on from.
+            prop_assert!(read.notes.0.iter().chain([&read.notes.1]).all(|count| *count < 1 << 53));
+        }
     }
 }

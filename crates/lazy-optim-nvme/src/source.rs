@@ -4,19 +4,15 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use lazy_model::Bytes;
-use lazy_store::durable::AlignedBuf;
-
+use crate::ahead::{self, Job, ReadAhead, WINDOW, Windows};
 use crate::import::Consolidated;
 use crate::manifest::Manifest;
 use crate::open::check_head;
-use crate::slot::{self, BLOCK, BlockSums, Identity, SECTIONS};
+use crate::slot::{self, BLOCK, BlockSums, Identity, SECTIONS, SlotHead, SlotShape};
 use crate::state::bad_block;
 use crate::{Moments, OptimError, ParamSpec};
-
-/// Blocks read at once: whole pages of every section in every format.
-const WINDOW: usize = 16;
 
 /// What state is read from.
 pub(crate) enum Source {
@@ -24,12 +20,12 @@ pub(crate) enum Source {
     File(Box<Consolidated>),
 }
 
-/// A stretch of a parameter's state inside one block.
+/// A stretch of a parameter's state that is inside one block where it is put.
 pub(crate) struct Stretch<'a> {
     /// First element, counted in what the source holds of the parameter.
     pub(crate) first: usize,
     pub(crate) moments: Moments,
-    /// The bytes of the block.
+    /// The bytes of the block, or of several.
     pub(crate) sections: [&'a [u8]; 3],
     /// Which elements of the block it is.
     pub(crate) range: Range<usize>,
@@ -99,32 +95,30 @@ impl Source {
 pub(crate) struct Saved {
     pub(crate) path: PathBuf,
     pub(crate) manifest: Manifest,
-    slots: Vec<Slot>,
+    slots: Vec<Arc<Slot>>,
     /// Where each parameter starts in the flat element space.
     starts: Vec<usize>,
-    window: Window,
+    window: ReadAhead<Key>,
 }
 
 struct Slot {
     path: PathBuf,
     file: File,
+    shape: SlotShape,
+    identity: Identity,
     table: Vec<BlockSums>,
 }
 
-/// The blocks read last.
-struct Window {
-    /// Bucket, and number of the window in it.
-    at: Option<(usize, usize)>,
-    sections: [AlignedBuf; 3],
-}
+/// A bucket, and the number of a window in it.
+type Key = (usize, usize);
 
 impl Saved {
     pub(crate) fn open(folder: &Path) -> Result<Self, OptimError> {
         let manifest = Manifest::read(folder)?;
         let mut slots = Vec::with_capacity(manifest.record.buckets.len());
-        for (index, committed) in manifest.record.buckets.iter().enumerate() {
-            let shape = manifest.layout.slot(index);
-            let path = folder.join(slot::file_name(index, committed.slot));
+        for (bucket, committed) in manifest.record.buckets.iter().enumerate() {
+            let shape = manifest.layout.slot(bucket);
+            let path = folder.join(slot::file_name(bucket, committed.slot));
             let file = File::open(&path).map_err(OptimError::file("open", &path))?;
             let found = file.metadata().map_err(OptimError::file("look at", &path))?.len();
             if found < shape.file_bytes().0 {
@@ -134,12 +128,11 @@ impl Saved {
             }
             let mut head = vec![0; shape.head_bytes().0 as usize];
             file.read_exact_at(&mut head, 0).map_err(OptimError::file("read", &path))?;
-            let head = check_head(&path, &manifest.id, index, shape, committed, &head)?;
-            slots.push(Slot { path, file, table: head.table });
+            let SlotHead { identity, table, .. } =
+                check_head(&path, &manifest.id, bucket, shape, committed, &head)?;
+            slots.push(Arc::new(Slot { path, file, shape, identity, table }));
         }
-        let room = |bytes| AlignedBuf::zeroed(Bytes((WINDOW * bytes) as u64));
-        let window = Window { at: None, sections: [room(BLOCK * 4)?, room(BLOCK * 4)?, room(BLOCK * 4)?] };
-        let starts = manifest.layout.starts();
+        let (starts, window) = (manifest.layout.starts(), ReadAhead::new()?);
         Ok(Saved { path: folder.to_path_buf(), manifest, slots, starts, window })
     }
 
@@ -157,12 +150,12 @@ impl Saved {
             let block = (at - range.start) / BLOCK;
             let first = range.start + block * BLOCK;
             let end = (first + BLOCK).min(range.end).min(start + elements.end);
-            self.look(bucket, block / WINDOW)?;
+            let window = self.window.look(&self.slots, (bucket, block / WINDOW))?;
             // The last block of a bucket is shorter.
             let (held, in_window) = ((range.end - first).min(BLOCK), block % WINDOW);
             let sections = [0, 1, 2].map(|section| {
                 let from = shape.bytes(section, in_window * BLOCK);
-                &self.window.sections[section].as_slice()[from..from + shape.bytes(section, held)]
+                &window[section][from..from + shape.bytes(section, held)]
             });
             let (moments, range) = (shape.moments, at - first..end - first);
             each(Stretch { first: at - start, moments, sections, range });
@@ -170,34 +163,47 @@ impl Saved {
         }
         Ok(())
     }
+}
 
-    /// Reads and checks a window, unless it is there.
-    fn look(&mut self, bucket: usize, window: usize) -> Result<(), OptimError> {
-        if self.window.at == Some((bucket, window)) {
-            return Ok(());
+impl Windows for Vec<Arc<Slot>> {
+    type Key = Key;
+
+    fn job(&self, (bucket, window): Key) -> Job {
+        let slot = Arc::clone(&self[bucket]);
+        Box::new(move |sections| slot.read(window, sections))
+    }
+
+    fn next(&self, (bucket, window): Key) -> Option<Key> {
+        if (window + 1) * WINDOW * BLOCK < self[bucket].shape.elements {
+            return Some((bucket, window + 1));
         }
-        self.window.at = None;
-        let (shape, slot) = (self.manifest.layout.slot(bucket), &self.slots[bucket]);
+        (bucket + 1 < self.len()).then_some((bucket + 1, 0))
+    }
+}
+
+impl Slot {
+    /// Reads and checks a window.
+    fn read(&self, window: usize, sections: &mut ahead::Sections) -> Result<(), OptimError> {
+        let Slot { path, file, shape, identity, table } = self;
         let first = window * WINDOW * BLOCK;
         let elements = (shape.elements - first).min(WINDOW * BLOCK);
-        for (section, buffer) in self.window.sections.iter_mut().enumerate() {
+        for (section, buffer) in sections.iter_mut().enumerate() {
             let bytes = &mut buffer.as_mut_slice()[..shape.bytes(section, elements)];
-            let read = slot.file.read_exact_at(bytes, shape.offset(section, first));
-            read.map_err(OptimError::file("read", &slot.path))?;
+            let read = file.read_exact_at(bytes, shape.offset(section, first));
+            read.map_err(OptimError::file("read", path))?;
         }
-        let generation = self.manifest.record.buckets[bucket].generation;
-        let identity = Identity { id: self.manifest.id, bucket, generation };
-        let [main, avg, sq] = &self.window.sections;
-        let sections = [main, avg, sq].map(AlignedBuf::as_slice);
-        let sections = [0, 1, 2].map(|section| &sections[section][..shape.bytes(section, elements)]);
+        let mut section = 0;
+        let sections = sections.each_ref().map(|buffer| {
+            section += 1;
+            &buffer.as_slice()[..shape.bytes(section - 1, elements)]
+        });
         for (i, blocks) in shape.blocks_of(sections).enumerate() {
             let block = window * WINDOW + i;
             let found = identity.sums(block, blocks);
-            if let Some(section) = (0..SECTIONS.len()).find(|s| found[*s] != slot.table[block][*s]) {
-                return Err(bad_block(&slot.path, shape, bucket, block, section));
+            if let Some(section) = (0..SECTIONS.len()).find(|s| found[*s] != table[block][*s]) {
+                return Err(bad_block(path, *shape, identity.bucket, block, section));
             }
         }
-        self.window.at = Some((bucket, window));
         Ok(())
     }
 }

@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 fn whole() -> Vec<ParamSpec> {
     vec![
-        ParamSpec::new("p0", &[300, 500]),
+        ParamSpec::new("p0", &[300, 2000]),
         ParamSpec::new("p1", &[70_001]).with_moments(Moments::Int8),
         ParamSpec::new("p2", &[]).with_moments(Moments::Bf16),
         ParamSpec::new("p3", &[0, 4]),
@@ -56,7 +56,7 @@ fn an_exported_file_is_a_safetensors_file_of_whole_float32_tensors_and_is_loaded
     }
     let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
     let metadata = metadata.metadata().clone().unwrap();
-    assert_eq!((metadata["format"].as_str(), metadata["version"].as_str()), ("lazy-optim-nvme", "1"));
+    assert_eq!((metadata["format"].as_str(), metadata["version"].as_str()), ("lazy-optim-nvme", "2"));
     let counts: BTreeMap<String, u64> = serde_json::from_str(&metadata["step_counts"]).unwrap();
     assert!(counts.len() == 4 && counts.values().all(|count| *count == 2));
 
@@ -89,17 +89,21 @@ fn a_file_that_is_damaged_or_something_else_is_refused_by_name() {
     let longer = [&good[..], b"x"].concat();
     let foreign =
         safetensors::serialize(std::iter::empty::<(&str, safetensors::tensor::TensorView<'_>)>(), None);
+    let mut flipped = good.clone();
+    flipped[header_end + 4 * 262_149] ^= 4;
     let cases = [
+        (flipped, "elements 262144..524288 of p0 do not match"),
+        (with("\\\"p0\\\":2", "\\\"p0\\\":3"), "its header does not match its checksum"),
         (good[..7].to_vec(), "too short"),
         (good[..100].to_vec(), "its header does not fit it"),
         (good[..good.len() - 1].to_vec(), "its tensors do not fill it"),
         (longer, "its tensors do not fill it"),
         (with("{", "["), "its header cannot be read"),
-        (with("\"version\":\"1\"", "\"version\":\"9\""), "its format version is 9"),
+        (with("\"version\":\"2\"", "\"version\":\"9\""), "its format version is 9"),
         (with("\\\"p0\\\":2", "\\\"p0\\\":x"), "its step counts cannot be read"),
         (with("\\\"p0\\\":2,", ""), "it has tensors that belong to no parameter"),
         (with("p0.exp_avg_sq", "p0.exp_avg_s2"), "it has no tensor p0.exp_avg_sq"),
-        (with("[300,500]", "[500,300]"), "is not float32 of p0's shape"),
+        (with("[300,2000]", "[2000,300]"), "is not float32 of p0's shape"),
         (foreign.unwrap(), "it is no exported optimizer state"),
     ];
     for (bytes, why) in cases {
