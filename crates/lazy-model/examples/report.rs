@@ -66,6 +66,7 @@ fn costs(spec: &ModelSpec, work: &Workload, links: LinkRates, factor: f64) -> St
     StepCosts {
         prologue: Seconds::from_ms(0.4),
         saving_forward: forward.clone(),
+        internals_forward: forward.clone(),
         backward: forward.iter().map(|t| Seconds(2.0 * t.get())).collect(),
         forward,
         epilogue: time(3.0 * spec.head_forward_flops(work)),

@@ -161,6 +161,10 @@ pub struct CostChain {
     /// Keep extension: window length (ms) of the two inward pools, N values.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layer_backward_window_ms: Option<Vec<f64>>,
+    /// Keep extension: what a layer that keeps no internals takes longer than one that does (ms), N values. Absent: `layer_recompute_ms`,
+    /// one forward.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer_rerun_ms: Option<Vec<f64>>,
     /// Keep extension: whether internals may go to host RAM.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub internals_offload: Option<bool>,
@@ -208,6 +212,11 @@ impl CostChain {
         Sha256::digest(bare.to_json().as_bytes()).iter().map(|b| format!("{b:02x}")).collect()
     }
 
+    /// What each layer that keeps no internals takes longer than one that does (ms).
+    pub fn rerun_ms(&self) -> &[f64] {
+        self.layer_rerun_ms.as_ref().unwrap_or(&self.layer_recompute_ms)
+    }
+
     /// Number of boundaries, N + 1.
     pub fn boundaries(&self) -> usize {
         self.layers + 1
@@ -228,6 +237,7 @@ impl CostChain {
             ("layer_window_ms", Some(&self.layer_window_ms)),
             ("layer_recompute_ms", Some(&self.layer_recompute_ms)),
             ("layer_backward_window_ms", self.layer_backward_window_ms.as_ref()),
+            ("layer_rerun_ms", self.layer_rerun_ms.as_ref()),
         ] {
             let Some(values) = values else { continue };
             check_length(key, values.len(), n)?;
@@ -606,6 +616,7 @@ impl TryFrom<Map<String, Value>> for CostChain {
             hbm_fixed_bytes: r.optional("hbm_fixed_bytes", bytes)?,
             transfer_slack_bytes: r.optional("transfer_slack_bytes", bytes)?,
             layer_backward_window_ms: r.optional("layer_backward_window_ms", numbers)?,
+            layer_rerun_ms: r.optional("layer_rerun_ms", numbers)?,
             internals_offload: r.optional("internals_offload", flag)?,
             retain_internals: r.optional("retain_internals", flag)?,
             nvme_staging_bytes: r.optional("nvme_staging_bytes", bytes)?,

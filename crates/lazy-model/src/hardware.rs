@@ -220,8 +220,10 @@ pub struct StepTimes {
     pub workload: String,
     /// Each layer forward, without saving.
     pub forward_ms: Marked<Vec<f64>>,
-    /// Each layer forward, saving its internals.
+    /// Each layer forward that keeps its internals: for them and for its output.
     pub saving_forward_ms: Marked<Vec<f64>>,
+    /// Each layer forward once more before its backward, for its internals alone. Where a profile does not say: as the one before.
+    pub internals_forward_ms: Marked<Vec<f64>>,
     /// Each layer backward alone, its internals at hand.
     pub backward_ms: Marked<Vec<f64>>,
     /// Making boundary 0.
@@ -260,6 +262,7 @@ impl HardwareProfile {
             prologue: Seconds::from_ms(times.prologue_ms.value),
             forward: list(&times.forward_ms),
             saving_forward: list(&times.saving_forward_ms),
+            internals_forward: list(&times.internals_forward_ms),
             backward: list(&times.backward_ms),
             epilogue: Seconds::from_ms(times.epilogue_ms.value),
             prologue_backward: Seconds::from_ms(times.prologue_backward_ms.value),
@@ -406,19 +409,21 @@ fn times(object: &Object<'_>) -> Result<StepTimes, Error> {
         "workload",
         "forward_ms",
         "saving_forward_ms",
+        "internals_forward_ms",
         "backward_ms",
         "prologue_ms",
         "prologue_backward_ms",
         "epilogue_ms",
     ])?;
     let one = |key| need(object, key, marked(object, key, rate)?);
-    let list = |key| {
+    let known = |key| {
         let read = |value: &Value| {
             let entries = value.as_array().ok_or("a list of times")?;
             entries.iter().map(rate).collect::<Result<Vec<f64>, _>>()
         };
-        need(object, key, marked(object, key, read)?)
+        marked(object, key, read)
     };
+    let list = |key| need(object, key, known(key)?);
     let forward_ms = list("forward_ms")?;
     let same_length = |key, marked: Marked<Vec<f64>>| {
         let (found, wanted) = (marked.value.len(), forward_ms.value.len());
@@ -428,9 +433,14 @@ fn times(object: &Object<'_>) -> Result<StepTimes, Error> {
             Err(object.error(key, format!("has {found} layers, but forward_ms has {wanted}")))
         }
     };
+    let saving_forward_ms = same_length("saving_forward_ms", list("saving_forward_ms")?)?;
+    let internals = "internals_forward_ms";
+    let internals_forward_ms =
+        known(internals)?.map_or_else(|| Ok(saving_forward_ms.clone()), |own| same_length(internals, own))?;
     Ok(StepTimes {
         workload: need(object, "workload", object.string("workload")?)?.to_owned(),
-        saving_forward_ms: same_length("saving_forward_ms", list("saving_forward_ms")?)?,
+        saving_forward_ms,
+        internals_forward_ms,
         backward_ms: same_length("backward_ms", list("backward_ms")?)?,
         prologue_ms: one("prologue_ms")?,
         prologue_backward_ms: one("prologue_backward_ms")?,

@@ -149,7 +149,7 @@ pub fn evaluate_keep(
     }
 
     let recompute = recompute_ms(chain, &saved);
-    let times = Decimals::new(&chain.layer_recompute_ms);
+    let times = Decimals::new(chain.rerun_ms());
     let base: BigInt = with(keep, Keep::Recompute).map(|l| times.values[l].clone()).sum();
     let base = BigRational::new(base, times.denominator);
     objective += &recompute + &base + weights(chain, &counts);

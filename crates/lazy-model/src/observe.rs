@@ -57,8 +57,8 @@ impl Observations {
         self.passes.push_back(Pass { total: pass.total() - start, tasks: seen.collect() });
     }
 
-    /// `profile` with what was seen in place of what it said. Of layers that never ran in one of the ways (without saving, saving,
-    /// backward) the time changes as that of the others does; a way in which no layer ran, and a link that moved nothing, stay as they were.
+    /// `profile` with what was seen in place of what it said. Of layers that never ran in one of the ways (without saving, keeping
+    /// internals, for internals alone, backward) the time changes as that of the others does; a way in which no layer ran, and a link that moved nothing, stay as they were.
     /// `by` and `when` are the origin of what is new.
     pub fn correct(&self, profile: &HardwareProfile, by: &str, when: &str) -> HardwareProfile {
         let mut corrected = profile.clone();
@@ -93,15 +93,24 @@ impl Observations {
             _ => None,
         };
         let saving = |work| match work {
-            Work::Forward { layer, keep: true } | Work::Recompute { layer, save: true } => Some(layer.0),
+            Work::Forward { layer, keep: true } => Some(layer.0),
+            _ => None,
+        };
+        let internals = |work| match work {
+            Work::Recompute { layer, save: true } => Some(layer.0),
             _ => None,
         };
         let backward = |work| match work {
             Work::Backward(layer) => Some(layer.0),
             _ => None,
         };
-        let lists = [&mut times.forward_ms, &mut times.saving_forward_ms, &mut times.backward_ms];
-        let ways: [fn(Work) -> Option<usize>; 3] = [forward, saving, backward];
+        let lists = [
+            &mut times.forward_ms,
+            &mut times.saving_forward_ms,
+            &mut times.internals_forward_ms,
+            &mut times.backward_ms,
+        ];
+        let ways: [fn(Work) -> Option<usize>; 4] = [forward, saving, internals, backward];
         for (list, layer_of) in lists.into_iter().zip(ways) {
             let seen: Vec<Option<f64>> = (0..list.value.len())
                 .map(|layer| self.mean_ms(|work| layer_of(work) == Some(layer)))
@@ -200,6 +209,7 @@ mod tests {
                 workload: "test".into(),
                 forward_ms: list(forward),
                 saving_forward_ms: list(1.5 * forward),
+                internals_forward_ms: list(1.2 * forward),
                 backward_ms: list(2.0 * forward),
                 prologue_ms: one(1.0),
                 prologue_backward_ms: one(1.0),
@@ -236,6 +246,7 @@ mod tests {
         for (found, wanted) in [
             (&times.forward_ms, &wanted.forward_ms),
             (&times.saving_forward_ms, &wanted.saving_forward_ms),
+            (&times.internals_forward_ms, &wanted.internals_forward_ms),
             (&times.backward_ms, &wanted.backward_ms),
         ] {
             assert_eq!(found.by, "steps");

@@ -7,7 +7,7 @@ use crate::chain::{CostChain, Locks};
 use crate::schedule::{ExposedSeconds, Promise, Schedule, ScheduleError};
 use crate::step::{PAGE_ALIGNMENT, StepError, StepPlan, StepSizes, Streamed, TierBytes, Workspaces};
 use crate::timeline::{LinkRates, StepCosts, Timeline, simulate, simulate_first, simulate_two};
-use crate::units::{BoundaryIndex, Bytes, BytesPerSecond, Placement, Seconds, Tier};
+use crate::units::{BoundaryIndex, Bytes, BytesPerSecond, LayerIndex, Placement, Seconds, Tier};
 
 /// Objective weight of a saved boundary (ms), as in the reference formulation: breaks ties towards fewer checkpoints.
 const CHECKPOINT_PENALTY_MS: f64 = 1e-5;
@@ -148,6 +148,7 @@ impl StepProblem {
             hbm_fixed_bytes: None,
             transfer_slack_bytes: None,
             layer_backward_window_ms: None,
+            layer_rerun_ms: None,
             internals_offload: None,
             retain_internals: None,
             nvme_staging_bytes: None,
@@ -157,8 +158,8 @@ impl StepProblem {
     /// The placement problem with keep: which layers keep their internals is decided together with the boundaries, and HBM is counted
     /// at every position of the step against `room.hbm`, everything in it.
     ///
-    /// Costs are those of [`StepCosts`]: keeping a layer's internals, and saving its output, each save one forward. `windows` say how
-    /// long transfers may take beside the arithmetic. Weights that are streamed take their part of the way in, and so do sums of streamed
+    /// Costs are those of [`StepCosts`]: saving a layer's output saves one forward, and keeping its internals a forward and another for
+    /// them before its backward, for one that saves them. A layer for which that is no less is not kept. `windows` say how long transfers may take beside the arithmetic. Weights that are streamed take their part of the way in, and so do sums of streamed
     /// gradients that are added to; gradients leave during backward, when boundaries no longer do.
     pub fn keep_chain(&self, room: &TierBytes, windows: &Windows) -> CostChain {
         let layers = self.saved_bytes.len();
@@ -175,7 +176,7 @@ impl StepProblem {
             bytes - Bytes(bytes.get() / self.micro_batches.max(1) as u64)
         };
         let rates = &windows.rates;
-        CostChain {
+        let mut chain = CostChain {
             layer_window_ms: windows.forward_ms.clone(),
             layer_backward_window_ms: Some(windows.backward_ms.clone()),
             param_h2d_bytes: (0..layers).map(|l| of(&self.streamed.weights, l) + sums(l)).collect(),
@@ -195,7 +196,23 @@ impl StepProblem {
             transfer_slack_bytes: Some(windows.slack),
             nvme_staging_bytes: (windows.staging > Bytes::ZERO).then_some(windows.staging),
             ..self.chain(*room)
+        };
+        self.price_internals(&mut chain);
+        chain
+    }
+
+    /// What keeping a layer's internals saves, where a forward for them alone takes another time than one that keeps them.
+    fn price_internals(&self, chain: &mut CostChain) {
+        let StepCosts { forward, saving_forward, internals_forward, .. } = &self.costs;
+        if saving_forward == internals_forward {
+            return;
         }
+        let again = forward.iter().zip(internals_forward).map(|(f, i)| f.as_ms() + i.as_ms());
+        let saved: Vec<f64> = again.zip(saving_forward).map(|(again, s)| again - s.as_ms()).collect();
+        let never =
+            saved.iter().enumerate().filter(|(_, ms)| **ms < 0.0).map(|(l, _)| (LayerIndex(l), false));
+        chain.locks.get_or_insert_default().keep.extend(never);
+        chain.layer_rerun_ms = Some(saved.into_iter().map(|ms| ms.max(0.0)).collect());
     }
 
     /// Windows of measured length for [`keep_chain`](Self::keep_chain): forward without saving, backward with the forward that brings
@@ -213,7 +230,7 @@ impl StepProblem {
         for rate in [&mut rates.d2h, &mut rates.h2d, &mut rates.nvme_write, &mut rates.nvme_read] {
             *rate = slowed(*rate, contention.shared, true);
         }
-        let backward = costs.backward.iter().zip(&costs.saving_forward);
+        let backward = costs.backward.iter().zip(&costs.internals_forward);
         Windows {
             forward_ms: costs.forward.iter().map(|s| s.as_ms()).collect(),
             backward_ms: backward.map(|(b, f)| (*b + *f).as_ms()).collect(),
@@ -353,7 +370,7 @@ mod tests {
     }
 
     /// Three layers whose gradients take 30 ms each way, and a loss that needs all HBM, so that nothing comes in before it has ended at
-    /// 35 ms. In the first micro-batch backwards of 20 ms follow forwards that save, of 11 ms: 46 to 66, 77 to 97, 108 to 128, and the last
+    /// 35 ms. In the first micro-batch backwards of 20 ms follow forwards for internals, of 11 ms: 46 to 66, 77 to 97, 108 to 128, and the last
     /// gradients are home at 158. In later ones sums arrive at 65, 95 and 125: backwards start at 65, 96 and 127, arithmetic ends at 147
     /// and the last gradients are home at 177, but they leave beside the next forward: each micro-batch ends 147 ms after the one before.
     #[test]
@@ -383,6 +400,38 @@ mod tests {
             assert_eq!(brought(verified.first()), Bytes::ZERO);
             assert_eq!(brought(&verified.timeline).get(), if later > 0.0 { 90_000_000 } else { 0 });
         }
+    }
+
+    /// Layers 0 and 2 are kept, layer 1 is not: 12 + 10 + 12 forward, 5 of loss, 20 + (11 + 20) + 20 backward. Boundary 2 skipped, layer 1
+    /// runs a third time. What the chain says of the same: the least of all layers, 32 each, and what layer 1 costs more, 10 + 11 - 12.
+    #[test]
+    fn keeping_and_making_internals_again_have_their_own_times() {
+        let mut problem = problem(3, MIB * 300);
+        problem.micro_batches = 1;
+        let mut schedule = Schedule::named("some", &problem.boundary_bytes, false);
+        schedule.keep = vec![true, false, true];
+        for (skipped, more) in [(Placement::Hbm, 0.0), (Placement::Recompute, 10.0)] {
+            schedule.placement[2] = skipped;
+            let promise = problem.verify(&schedule).unwrap().promise;
+            assert!((promise.step_s.as_ms() - (34.0 + 5.0 + 71.0 + more + 7.0)).abs() < 1e-9);
+            assert!((promise.forward_s.as_ms() - 34.0).abs() < 1e-9);
+        }
+        let room = TierBytes { hbm: MIB * 300, ..TierBytes::default() };
+        let chain = problem.keep_chain(&room, &problem.windows());
+        assert_eq!((chain.rerun_ms(), &chain.layer_recompute_ms[..]), (&[9.0; 3][..], &[10.0; 3][..]));
+        assert_eq!(chain.layer_backward_window_ms, Some(vec![31.0; 3]));
+        assert!((problem.costs.least_pass().as_ms() - (3.0 * 32.0 + 5.0)).abs() < 1e-9);
+        // A layer whose keeping takes longer than running it again is not kept, and counts as run again.
+        problem.costs.saving_forward[1] = Seconds::from_ms(22.5);
+        let chain = problem.keep_chain(&room, &problem.windows());
+        assert_eq!(chain.rerun_ms(), [9.0, 0.0, 9.0]);
+        let locks = chain.locks.unwrap_or_default();
+        assert_eq!(locks.keep, BTreeMap::from([(LayerIndex(1), false)]));
+        assert!((problem.costs.least_pass().as_ms() - (2.0 * 32.0 + 41.0 + 5.0)).abs() < 1e-9);
+        // One time for both, as profiles without the second have it: the chain as it was before there were two.
+        problem.costs.internals_forward.clone_from(&problem.costs.saving_forward);
+        let chain = problem.keep_chain(&room, &problem.windows());
+        assert_eq!(chain.layer_rerun_ms, None);
     }
 
     #[test]

@@ -178,6 +178,7 @@ impl ReferenceSettings {
             hbm_fixed_bytes: None,
             transfer_slack_bytes: None,
             layer_backward_window_ms: None,
+            layer_rerun_ms: None,
             internals_offload: None,
             retain_internals: None,
             nvme_staging_bytes: None,

@@ -156,6 +156,7 @@ impl StepCosts {
         let costs = StepCosts {
             prologue: moved(boundary),
             saving_forward: forward.clone(),
+            internals_forward: forward.clone(),
             forward,
             backward: of(&|l| model.layer_backward_flops(l, work)),
             epilogue: compute.products(3.0 * model.head_forward_flops(work)) + moved(boundary * 2),

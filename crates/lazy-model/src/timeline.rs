@@ -6,7 +6,7 @@ mod engine;
 use crate::schedule::ExposedSeconds;
 use crate::span::{Lane, Span};
 use crate::step::{Op, StepPlan, Task, Work};
-use crate::units::{Bytes, BytesPerSecond, Seconds, Tier};
+use crate::units::{Bytes, BytesPerSecond, LayerIndex, Seconds, Tier};
 
 /// What the layers and links of a step cost.
 #[derive(Clone, Debug, PartialEq)]
@@ -15,8 +15,10 @@ pub struct StepCosts {
     pub prologue: Seconds,
     /// Each layer forward, without saving.
     pub forward: Vec<Seconds>,
-    /// Each layer forward, saving its internals.
+    /// Each layer forward that keeps its internals: for them and for its output.
     pub saving_forward: Vec<Seconds>,
+    /// Each layer forward once more before its backward: for its internals alone, which may spare it its last product.
+    pub internals_forward: Vec<Seconds>,
     /// Each layer backward, its internals at hand.
     pub backward: Vec<Seconds>,
     /// Loss, forward and backward.
@@ -54,6 +56,26 @@ pub struct Contention {
 }
 
 impl StepCosts {
+    /// Arithmetic of a layer in one pass, its output never made again.
+    ///
+    /// # Panics
+    /// Where there is no such layer.
+    pub fn layer(&self, layer: LayerIndex, keep: bool) -> Seconds {
+        let l = layer.get();
+        let forward = if keep { self.saving_forward[l] } else { self.forward[l] + self.internals_forward[l] };
+        forward + self.backward[l]
+    }
+
+    /// The least arithmetic of a pass: every layer as it takes less time, kept or run once more, and no boundary made again.
+    pub fn least_pass(&self) -> Seconds {
+        let less = |l| {
+            let (kept, plain) = (self.layer(LayerIndex(l), true), self.layer(LayerIndex(l), false));
+            if plain < kept { plain } else { kept }
+        };
+        let layers: Seconds = (0..self.backward.len()).map(less).sum();
+        self.prologue + layers + self.epilogue + self.prologue_backward
+    }
+
     /// Time a task takes once it runs.
     fn of(&self, task: &Task) -> Seconds {
         match task.work {
@@ -61,9 +83,8 @@ impl StepCosts {
             Work::Forward { layer, keep: false } | Work::Recompute { layer, save: false } => {
                 self.forward[layer.get()]
             }
-            Work::Forward { layer, keep: true } | Work::Recompute { layer, save: true } => {
-                self.saving_forward[layer.get()]
-            }
+            Work::Forward { layer, keep: true } => self.saving_forward[layer.get()],
+            Work::Recompute { layer, save: true } => self.internals_forward[layer.get()],
             Work::Epilogue => self.epilogue,
             Work::Backward(layer) => self.backward[layer.get()],
             Work::PrologueBackward => self.prologue_backward,
@@ -284,7 +305,8 @@ mod tests {
         let costs = StepCosts {
             prologue: Seconds::ZERO,
             forward: vec![Seconds::from_ms(10.0); layers],
-            saving_forward: vec![Seconds::from_ms(10.0); layers],
+            saving_forward: vec![Seconds::from_ms(12.0); layers],
+            internals_forward: vec![Seconds::from_ms(10.0); layers],
             backward: vec![Seconds::from_ms(20.0); layers],
             epilogue: Seconds::ZERO,
             prologue_backward: Seconds::ZERO,

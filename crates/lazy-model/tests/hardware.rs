@@ -15,6 +15,7 @@ fn with_times() -> HardwareProfile {
         workload: "two layers, batch 1".into(),
         forward_ms: list([14.0, 20.1]),
         saving_forward_ms: list([15.0, 21.3]),
+        internals_forward_ms: list([12.0, 17.5]),
         backward_ms: list([30.7, 41.0]),
         prologue_ms: one(0.3),
         prologue_backward_ms: one(0.2),
@@ -59,6 +60,21 @@ fn a_profile_survives_its_json() {
     let value: Value = serde_json::from_str(&with_times().to_json()).unwrap();
     assert_eq!(value["links"]["d2h_bytes_per_s"]["value"], 12e9);
     assert_eq!(value["times"]["forward_ms"]["source"], "measured");
+}
+
+/// Profiles from before forwards for internals had a time of their own.
+#[test]
+fn one_time_of_a_saving_forward_stands_for_both() {
+    let mut value: Value = serde_json::from_str(&with_times().to_json()).unwrap();
+    assert!(value["times"].as_object_mut().unwrap().remove("internals_forward_ms").is_some());
+    let costs = HardwareProfile::from_json(&value.to_string()).unwrap().costs().unwrap();
+    assert_eq!(costs.internals_forward, costs.saving_forward);
+    let costs = with_times().costs().unwrap();
+    assert_eq!(costs.internals_forward[1].as_ms(), 17.5);
+    value["times"]["internals_forward_ms"] =
+        json!({"value": [1], "source": "measured", "by": "probe", "when": "2026-11-30"});
+    let refused = HardwareProfile::from_json(&value.to_string()).unwrap_err().to_string();
+    assert!(refused.contains("`times.internals_forward_ms` has 1 layers, but forward_ms has 2"), "{refused}");
 }
 
 #[test]

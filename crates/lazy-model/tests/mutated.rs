@@ -90,6 +90,7 @@ fn profile() -> String {
         workload: "test".into(),
         forward_ms: list(1.0),
         saving_forward_ms: list(1.5),
+        internals_forward_ms: list(1.2),
         backward_ms: list(2.0),
         prologue_ms: one(0.1),
         prologue_backward_ms: one(0.1),

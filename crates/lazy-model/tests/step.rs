@@ -63,6 +63,7 @@ fn costs(times: &[f64], rates: [f64; 4], layers: usize) -> StepCosts {
         prologue: time(0),
         forward: list(1),
         saving_forward: list(11),
+        internals_forward: list(41),
         backward: list(21),
         epilogue: time(31),
         prologue_backward: time(32),

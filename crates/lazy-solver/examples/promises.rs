@@ -76,6 +76,7 @@ fn problem(seed: u64) -> StepProblem {
             prologue: Seconds::from_ms(0.5),
             forward: times(1.0),
             saving_forward: times(1.05),
+            internals_forward: times(0.8),
             backward: times(2.0),
             epilogue: Seconds::from_ms(random.between(2.0, 100.0)),
             prologue_backward: Seconds::from_ms(0.5),

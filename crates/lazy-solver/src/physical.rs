@@ -372,17 +372,13 @@ pub(crate) fn predict(
     alone + problem.passes(boundaries, boundaries)
 }
 
-/// The least predicted step time of any plan of `chain`, where the solver proved a bound: arithmetic without recomputation, and what the
-/// bound leaves when the weights of the objective are taken off.
+/// The least predicted step time of any plan of `chain`, where the solver proved a bound: the least arithmetic, and what the bound leaves when the weights of the objective are taken off.
 pub(crate) fn least_step(problem: &StepProblem, chain: &CostChain, solution: &Solution) -> Option<Seconds> {
     let bound = solution.bound_ms?;
-    let costs = &problem.costs;
-    let layers: Seconds = costs.saving_forward.iter().chain(&costs.backward).copied().sum();
-    let arithmetic = costs.prologue + layers + costs.epilogue + costs.prologue_backward;
     let nvme = if chain.nvme_budget_bytes > Bytes::ZERO { chain.nvme_tiebreak } else { 0.0 };
     let weights = (chain.checkpoint_penalty + nvme) * (chain.layers + 1) as f64;
     let recomputed = (bound - weights - mandatory_overflow_ms(chain)).max(0.0);
-    let pass = arithmetic + Seconds::from_ms(recomputed);
+    let pass = problem.costs.least_pass() + Seconds::from_ms(recomputed);
     Some(problem.passes(pass, pass) + problem.optimizer)
 }
 

@@ -4,7 +4,8 @@
 use lazy_model::keep::{Keep, evaluate_keep};
 use lazy_model::schedule::Prediction;
 use lazy_model::{
-    Bytes, CostChain, Evaluation, Placement, Schedule, Seconds, StepProblem, Tier, TierBytes, Verified,
+    Bytes, CostChain, Evaluation, LayerIndex, Placement, Schedule, Seconds, StepProblem, Tier, TierBytes,
+    Verified,
 };
 
 use crate::baselines::step_candidates;
@@ -150,10 +151,7 @@ pub(crate) fn arithmetic(problem: &StepProblem, schedule: &Schedule) -> Seconds 
     let costs = &problem.costs;
     let mut pass = costs.prologue + costs.epilogue + costs.prologue_backward;
     for l in 0..schedule.layers {
-        pass += costs.saving_forward[l] + costs.backward[l];
-        if !schedule.keep[l] {
-            pass += costs.forward[l];
-        }
+        pass += costs.layer(LayerIndex(l), schedule.keep[l]);
         if l > 0 && schedule.placement[l] == Placement::Recompute {
             pass += costs.forward[l - 1];
         }

@@ -170,9 +170,7 @@ fn least(
 
 /// A step without recomputation or waits.
 fn arithmetic(host: &StepProblem) -> Seconds {
-    let costs = &host.costs;
-    let layers: Seconds = costs.saving_forward.iter().chain(&costs.backward).copied().sum();
-    let pass = costs.prologue + layers + costs.epilogue + costs.prologue_backward;
+    let pass = host.costs.least_pass();
     host.passes(pass, pass) + host.optimizer
 }
 
@@ -236,11 +234,14 @@ impl Shared {
         let ranks = ranks.max(1) as u64;
         let costs = &host.costs;
         let sum = |list: &[Seconds]| list.iter().copied().sum::<Seconds>();
-        let (forward, saving, backward) =
-            (sum(&costs.forward), sum(&costs.saving_forward), sum(&costs.backward));
+        let longer =
+            costs.forward.iter().zip(&costs.saving_forward).map(|(f, s)| if s > f { *s } else { *f });
+        let (forward, internals, backward) =
+            (sum(&costs.forward), sum(&costs.internals_forward), sum(&costs.backward));
         // What a step may wait for links, and so add to the longest windows any of its plans has.
         let waits = Seconds((step - least).get().max(0.0) / host.micro_batches.max(1) as f64);
-        let (out, back) = (saving + costs.epilogue + waits, backward + saving + forward + waits);
+        let out = longer.sum::<Seconds>() + costs.epilogue + waits;
+        let back = backward + internals + forward + waits;
         let carried = |out_rate: BytesPerSecond, back_rate: BytesPerSecond| {
             let bytes = (out_rate.get() * out.get()).min(back_rate.get() * back.get());
             // Beyond all memory a float says the same, saturated.

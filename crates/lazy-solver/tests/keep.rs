@@ -121,6 +121,7 @@ fn random_chain(r: &mut Random, kind: Kind) -> CostChain {
         hbm_fixed_bytes: Some(fixed),
         transfer_slack_bytes: Some(r.pick(&[Bytes::ZERO, Bytes(1 << 20), Bytes(1 << 22)])),
         layer_backward_window_ms: r.one_in(2).then(|| (0..n).map(|_| tenths(r, 400)).collect()),
+        layer_rerun_ms: r.one_in(3).then(|| (0..n).map(|_| tenths(r, 150)).collect()),
         internals_offload: offload.then_some(true),
         retain_internals: matches!(kind, Kind::Retain | Kind::Both).then_some(true),
         nvme_staging_bytes: r.one_in(2).then(|| size(r, 1, 6)),
@@ -160,7 +161,7 @@ fn cheapest(chain: &CostChain) -> Option<Evaluation> {
     keeps.extend((chain.retain_internals == Some(true)).then_some(Keep::Retained));
     let locked = |l: usize| chain.locks.as_ref().and_then(|k| k.keep.get(&LayerIndex(l))) == Some(&true);
     let fewest: Vec<Keep> = (0..n).map(|l| keeps[usize::from(locked(l))]).collect();
-    let times = &chain.layer_recompute_ms;
+    let times = chain.rerun_ms();
     let mut best: Option<Evaluation> = None;
     for code in 0..4usize.pow(n as u32) {
         let mut placement: Vec<_> = (0..n).map(|i| STATES[code >> (2 * i) & 3]).collect();

@@ -49,6 +49,30 @@ fn boundaries_leave_so_that_internals_can_stay() {
     assert!((time - (5.0 + 4.0 * 40.0 - 20.0)).abs() < 1e-6, "{time}");
 }
 
+/// A layer takes 12 ms forward where it keeps its internals, 10 where not, 7 for them before its backward, 20 backward: 32 kept and 37
+/// plain. Where keeping takes 18 ms, it is not worth it, whatever HBM there is.
+#[test]
+fn internals_are_kept_where_that_saves_time() {
+    for (hbm, kept) in [(26, 2), (25, 1), (16, 1), (36, 3), (46, 4), (100, 4)] {
+        let mut problem = problem(4, [hbm, 0, 0], 1.0);
+        let times = |ms: f64| vec![Seconds::from_ms(ms); 4];
+        (problem.costs.saving_forward, problem.costs.internals_forward) = (times(12.0), times(7.0));
+        let found = solve_step(&problem, &StepOptions::default()).unwrap();
+        let (time, wanted) =
+            (found.verified.promise.step_s.as_ms(), 5.0 + 4.0 * 37.0 - 5.0 * f64::from(kept));
+        assert!((time - wanted).abs() < 1e-6, "{hbm} MiB: {time} ms, not {wanted}");
+        assert_eq!(found.solution.status, Status::Optimal);
+        let prediction = found.schedule.solve.prediction.unwrap();
+        assert!((prediction.step_s.as_ms() - wanted).abs() < 1e-6, "{prediction:?}");
+        let bound = step_bound(&problem, &SolveOptions::default()).unwrap().unwrap().as_ms();
+        assert!(bound <= wanted + 1e-9 && bound > wanted - 1e-3, "{bound} of {wanted}");
+        problem.costs.saving_forward = times(18.0);
+        let found = solve_step(&problem, &StepOptions::default()).unwrap();
+        assert!((found.verified.promise.step_s.as_ms() - (5.0 + 4.0 * 37.0)).abs() < 1e-6);
+        assert!(!found.schedule.keep.contains(&true));
+    }
+}
+
 /// Every placement and keep of a step, each carried out as well as `carry_out` can.
 fn best_of_all(problem: &StepProblem) -> Option<f64> {
     let n = problem.saved_bytes.len();
@@ -86,6 +110,13 @@ fn no_plan_of_a_small_step_is_much_faster() {
         problem.workspaces.loss = MIB * draw(5, 6);
         problem.saved_bytes[1] = MIB * (4 + draw(6, 12));
         problem.costs.forward[1] = Seconds::from_ms(4.0 + draw(7, 12) as f64);
+        if draw(8, 3) > 0 {
+            // Keeping costs more than a run for internals alone, and of some layers more than both runs.
+            for (l, salt) in (9..12).enumerate() {
+                problem.costs.internals_forward[l] = Seconds::from_ms(3.0 + draw(salt, 9) as f64);
+                problem.costs.saving_forward[l] = Seconds::from_ms(10.0 + draw(salt + 3, 14) as f64);
+            }
+        }
         let (found, best) = (step_ms(&problem), best_of_all(&problem));
         match (found, best) {
             (Some(found), Some(best)) => {
@@ -142,6 +173,7 @@ fn no_plan_made_by_hand_is_faster_on_random_steps() {
         let budgets = [13 + draw(2, 40), draw(3, 5), draw(4, 4)];
         let mut problem = problem(layers, budgets, [1.0, 6.0, 25.0][draw(5, 3) as usize]);
         problem.workspaces.loss = MIB * draw(6, 6);
+        problem.costs.internals_forward[1] = Seconds::from_ms(4.0 + draw(9, 8) as f64);
         if draw(7, 2) == 1 {
             problem.streamed.weights = vec![MIB * 2; layers];
             problem.budgets.host += MIB * 2 * layers as u64;

@@ -28,6 +28,7 @@ struct Timed {
     parameter: usize,
     forward: Seconds,
     saving: Seconds,
+    internals: Seconds,
     backward: Seconds,
 }
 
@@ -50,6 +51,7 @@ pub(crate) fn model(shape: &Shape<'_>, options: ModelOptions) -> Result<Model, R
             parameter: l,
             forward: costs.forward[l],
             saving: costs.saving_forward[l],
+            internals: costs.internals_forward[l],
             backward: costs.backward[l],
         }
     });
@@ -96,7 +98,11 @@ impl Layer for Timed {
 
     fn forward(&self, cx: &Context<'_>, call: Forward<'_>) -> Result<Saved, LayerError> {
         let start = Instant::now();
-        let time = if call.save.is_some() { self.saving } else { self.forward };
+        let time = match (&call.save, &call.out) {
+            (Some(_), Some(_)) => self.saving,
+            (Some(_), None) => self.internals,
+            (None, _) => self.forward,
+        };
         touch(cx, call.out)?;
         touch(cx, call.save)?;
         pass_until(start, time);

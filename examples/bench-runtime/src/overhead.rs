@@ -41,6 +41,7 @@ fn costs() -> StepCosts {
         prologue: Seconds::ZERO,
         forward: vec![Seconds::ZERO; LAYERS],
         saving_forward: vec![Seconds::ZERO; LAYERS],
+        internals_forward: vec![Seconds::ZERO; LAYERS],
         backward: vec![Seconds::ZERO; LAYERS],
         epilogue: Seconds::ZERO,
         prologue_backward: Seconds::ZERO,

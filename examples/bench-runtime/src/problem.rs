@@ -81,6 +81,7 @@ pub(crate) fn problem(seed: u64) -> Result<Drawn, RuntimeError> {
                 prologue: Seconds::from_ms(1.0),
                 forward: times(1.0),
                 saving_forward: times(1.05),
+                internals_forward: times(0.8),
                 backward: times(2.0),
                 epilogue: Seconds::from_ms(random.between(2.0, 30.0)),
                 prologue_backward: Seconds::from_ms(1.0),

@@ -76,9 +76,10 @@ fn layer_times(model: &HostModel, shape: Shape, when: &str) -> Result<StepTimes>
         for (l, layer) in layers.iter().enumerate() {
             stop::check()?;
             let cx = Context::new(Some(LayerIndex(l)), Phase::Forward).with_inputs(batch);
-            taken.forward.push(time(|| layer.forward(&cx, forward(&x, Some(&mut y))).map(drop))?);
             let mut saved = Saved::none();
-            taken.saving.push(time(|| layer.forward(&cx, forward(&x, None)).map(|s| saved = s))?);
+            taken.forward.push(time(|| layer.forward(&cx, forward(&x, Some(&mut y), false)).map(drop))?);
+            taken.saving.push(time(|| layer.forward(&cx, forward(&x, Some(&mut y), true)).map(drop))?);
+            taken.internals.push(time(|| layer.forward(&cx, forward(&x, None, true)).map(|s| saved = s))?);
             let backward = Backward {
                 weights: Weights::none(),
                 x: Input::of(&x),
@@ -111,9 +112,9 @@ fn layer_times(model: &HostModel, shape: Shape, when: &str) -> Result<StepTimes>
     Ok(times.medians(workload_name(model, shape), layers.len(), "probe pass", when))
 }
 
-/// A forward for an output, or for internals where there is none.
-fn forward<'a>(x: &'a [u8], out: Option<&'a mut [u8]>) -> Forward<'a> {
-    let save = out.is_none().then(|| Output::of(&mut []));
+/// A forward for an output, for internals, or for both.
+fn forward<'a>(x: &'a [u8], out: Option<&'a mut [u8]>, save: bool) -> Forward<'a> {
+    let save = save.then(|| Output::of(&mut []));
     let (weights, workspace) = (Weights::none(), Output::of(&mut []));
     Forward { weights, x: Input::of(x), out: out.map(Output::of), save, workspace }
 }
@@ -125,8 +126,10 @@ pub struct Times {
     pub prologue: Vec<f64>,
     /// A layer forward for its output.
     pub forward: Vec<f64>,
-    /// A layer forward, saving its internals.
+    /// A layer forward that keeps its internals.
     pub saving: Vec<f64>,
+    /// A layer forward for its internals alone.
+    pub internals: Vec<f64>,
     /// A layer backward.
     pub backward: Vec<f64>,
     /// The loss, forward and backward.
@@ -144,6 +147,7 @@ impl Times {
             workload,
             forward_ms: each(self.forward),
             saving_forward_ms: each(self.saving),
+            internals_forward_ms: each(self.internals),
             backward_ms: each(self.backward),
             prologue_ms: one(self.prologue),
             prologue_backward_ms: one(self.prologue_backward),
@@ -155,6 +159,7 @@ impl Times {
         self.prologue.extend(other.prologue);
         self.forward.extend(other.forward);
         self.saving.extend(other.saving);
+        self.internals.extend(other.internals);
         self.backward.extend(other.backward);
         self.epilogue.extend(other.epilogue);
         self.prologue_backward.extend(other.prologue_backward);

@@ -151,7 +151,7 @@ impl<'a> TransferPlanner<'a> {
                     at += costs.forward[source..l].iter().copied().sum::<Seconds>().get();
                 }
                 at += costs.backward[l].get();
-                at += if schedule.keep[l] { 0.0 } else { costs.saving_forward[l].get() };
+                at += if schedule.keep[l] { 0.0 } else { costs.internals_forward[l].get() };
             }
         }
         start.push(at);

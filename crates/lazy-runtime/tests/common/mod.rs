@@ -393,6 +393,7 @@ pub(crate) fn scheduled(model: &Model, letters: &str, keep: &str, ahead: Ahead) 
         prologue: Seconds(1.0),
         forward: each([1.0, 3.0, 2.0]),
         saving_forward: each([2.0, 3.0, 2.0]),
+        internals_forward: each([1.5, 2.0, 1.0]),
         backward: each([4.0, 2.0, 3.0]),
         epilogue: Seconds(2.0),
         prologue_backward: Seconds(1.0),

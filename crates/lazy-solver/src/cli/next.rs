@@ -393,10 +393,17 @@ fn change_step(step: &mut StepProblem, what: What) {
         What::Device => {
             let faster = |time: &mut Seconds| *time = Seconds(time.get() / FASTER);
             let StepCosts {
-                prologue, forward, saving_forward, backward, epilogue, prologue_backward, ..
+                prologue,
+                forward,
+                saving_forward,
+                internals_forward,
+                backward,
+                epilogue,
+                prologue_backward,
+                links: _,
             } = &mut step.costs;
             [prologue, epilogue, prologue_backward].into_iter().for_each(faster);
-            [forward, saving_forward, backward].into_iter().flatten().for_each(faster);
+            [forward, saving_forward, internals_forward, backward].into_iter().flatten().for_each(faster);
         }
     }
 }

@@ -166,7 +166,7 @@ fn is_locked(chain: &CostChain, l: usize) -> bool {
 }
 
 fn density(chain: &CostChain, shape: &Shape, l: usize) -> f64 {
-    chain.layer_recompute_ms[l] / shape.internals[l].max(1) as f64
+    chain.rerun_ms()[l] / shape.internals[l].max(1) as f64
 }
 
 fn fits(shape: &Shape, plan: &Plan) -> bool {

@@ -161,7 +161,7 @@ impl Program {
         let retain = chain.retain_internals == Some(true);
         for l in 0..n {
             let lock = locks.and_then(|locks| locks.get(&LayerIndex(l))).copied();
-            let saved = self.goal.weights(chain).0 * chain.layer_recompute_ms[l];
+            let saved = self.goal.weights(chain).0 * chain.rerun_ms()[l];
             let host_cost = match self.goal {
                 Goal::BytesIn(Tier::Host) => self.shape.internals[l] as f64 / self.shape.unit as f64,
                 _ => 0.0,
@@ -300,7 +300,7 @@ impl Program {
         if chain.locks.as_ref().is_some_and(|locks| !locks.keep.is_empty()) {
             return;
         }
-        let times = &chain.layer_recompute_ms;
+        let times = chain.rerun_ms();
         let size = self.shape.internals.clone();
         for l in 0..self.shape.layers {
             let better = (l + 1..self.shape.layers).find(|&m| size[l] >= size[m] && times[l] <= times[m]);
@@ -401,7 +401,7 @@ impl Program {
 
     /// Recompute of both kinds and exposed time together take at most `limit` ms.
     fn step_row(&mut self, chain: &CostChain, limit: f64) {
-        let times = &chain.layer_recompute_ms;
+        let times = chain.rerun_ms();
         let mut terms: Vec<(Column, f64)> = self.exposed.iter().flatten().map(|x| (*x, 1.0)).collect();
         for (l, time) in times.iter().enumerate() {
             terms.push((self.skip[l], recompute(chain, l)));

@@ -19,6 +19,7 @@ pub(crate) fn step(layers: usize, budgets: [u64; 3], link_ms: f64) -> StepProble
             prologue: Seconds::ZERO,
             forward: times(10.0),
             saving_forward: times(10.0),
+            internals_forward: times(10.0),
             backward: times(20.0),
             epilogue: Seconds::from_ms(5.0),
             prologue_backward: Seconds::ZERO,

@@ -86,6 +86,7 @@ fn step() -> StepProblem {
             prologue: Seconds::ZERO,
             forward: times(8.0),
             saving_forward: times(8.4),
+            internals_forward: times(8.4),
             backward: times(16.0),
             epilogue: Seconds::from_ms(20.0),
             prologue_backward: Seconds::ZERO,

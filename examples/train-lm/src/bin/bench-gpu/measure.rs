@@ -24,7 +24,8 @@ fn add(times: &mut Times, program: &Program, report: &StepReport) {
             Work::Backward(_) => &mut times.backward,
             Work::Epilogue => &mut times.epilogue,
             Work::PrologueBackward => &mut times.prologue_backward,
-            Work::Recompute { .. } | Work::Copy => continue,
+            Work::Recompute { save: true, .. } => &mut times.internals,
+            Work::Recompute { save: false, .. } | Work::Copy => continue,
         };
         list.push(span.duration().get() * 1e3);
     }
