@@ -121,7 +121,8 @@ pub enum Durability {
     Step,
     /// Steps update the state in place and commit nothing; the state of the last save is what survives. Takes the space of
     /// the state once, and one flush after each save. A store that was stopped after that is refused by name when it is
-    /// opened.
+    /// opened; [going back](crate::LoadOptions::replace) to what was saved links its files. While a generation is kept, the
+    /// state takes its space once more from the next step on: every step changes all of it.
     Checkpoint,
 }
 

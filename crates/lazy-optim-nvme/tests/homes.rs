@@ -4,6 +4,10 @@
 
 mod common;
 
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
 use common::{cut, grads, init, params, state, take_step};
 use lazy_optim_nvme::{
     AdamOptions, Bytes, Durability, GroupOptions, LoadOptions, Moments, NvmeAdam, OptimError, StepInput,
@@ -217,6 +221,50 @@ fn a_store_between_saves_opens_again_after_a_save() {
         NvmeAdam::open(other.path(), &params, &options),
         Err(OptimError::NotKept { sequence: 0, .. })
     ));
+}
+
+/// Bytes that slot files take on disk, in the folder and those inside it, each file once however many names it has.
+fn bytes_of_slots(dir: &Path) -> u64 {
+    let mut files = BTreeMap::new();
+    let mut folders = vec![dir.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap()) {
+            let data = entry.metadata().unwrap();
+            if data.is_dir() {
+                folders.push(entry.path());
+            } else if entry.file_name().to_str().unwrap().starts_with("bucket-") {
+                files.insert(data.ino(), data.len());
+            }
+        }
+    }
+    files.values().sum()
+}
+
+#[test]
+fn going_back_to_a_generation_takes_no_space_before_the_next_step_and_one_copy_then() {
+    let params = specs();
+    let dir = tempfile::tempdir().unwrap();
+    let options = kept(Bytes::ZERO);
+    let mut adam = NvmeAdam::create(dir.path(), &params, &options, init).unwrap();
+    let once = bytes_of_slots(dir.path());
+    take_step(&mut adam, &params, 1).unwrap();
+    let one = state(&mut adam, &params);
+    adam.save("one").unwrap().wait().unwrap();
+    assert_eq!(bytes_of_slots(dir.path()), once);
+    take_step(&mut adam, &params, 2).unwrap();
+    assert_eq!(bytes_of_slots(dir.path()), 2 * once);
+    let two = state(&mut adam, &params);
+    drop(adam);
+    for _ in 0..2 {
+        let back = LoadOptions { replace: true, ..LoadOptions::default() };
+        let source = dir.path().join("one");
+        let mut adam = NvmeAdam::load(&[source], dir.path(), &params, &options, back).unwrap();
+        assert_eq!(bytes_of_slots(dir.path()), once);
+        assert!(state(&mut adam, &params) == one);
+        take_step(&mut adam, &params, 2).unwrap();
+        assert_eq!(bytes_of_slots(dir.path()), 2 * once);
+        assert!(state(&mut adam, &params) == two);
+    }
 }
 
 #[test]

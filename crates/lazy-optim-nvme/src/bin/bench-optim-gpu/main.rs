@@ -203,6 +203,9 @@ fn sums(kernels: &Kernels, flags: &Flags, rows: &mut Vec<Value>) -> Result<(), B
 
 fn measure() -> Result<Vec<Value>, BoxError> {
     let flags = Flags::parse(std::env::args().skip(1))?;
+    if flags.only.is_some() {
+        return Err("`--only` is a flag of `bench optim` alone".into());
+    }
     let gpu = Gpu::open(0)?;
     eprintln!("{gpu:?}");
     let kernels = Kernels::new(&gpu)?;

@@ -1,12 +1,13 @@
 //! Whole steps: the streamed state beside fio, beside one buffer, and in the formats and ways it can be kept.
 
 use std::fs;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use lazy_optim_nvme::{
-    AdamOptions, Bytes, Durability, Gradient, GroupOptions, Moments, NvmeAdam, ParamSpec, StepInput,
-    WeightsOut,
+    AdamOptions, Bytes, Durability, Gradient, GroupOptions, LoadOptions, Moments, NvmeAdam, ParamSpec,
+    StepInput, WeightsOut,
 };
 use lazy_store::BoxError;
 use lazy_store::durable::{AlignedBuf, DurableDir, IoOptions};
@@ -71,20 +72,30 @@ impl Steps {
     }
 }
 
-fn options(depth: usize, durability: Durability) -> AdamOptions {
+pub(crate) fn options(depth: usize, durability: Durability) -> AdamOptions {
     AdamOptions { bucket_elements: ELEMENTS / BUCKETS, depth, durability, ..AdamOptions::default() }
 }
 
-/// Seconds of steps of several stores and of `other`, taken in turn; the first round warms up.
+/// Has the drive write back what it holds, so that nobody's flush pays for what others wrote.
+pub(crate) fn settle(folder: &Folder) -> Result<(), BoxError> {
+    Ok(fs::File::create(folder.0.join("flush"))?.sync_all()?)
+}
+
+/// Seconds of steps of several stores and of `other`, taken in turn on a drive that is at rest; the first round warms up.
 fn rounds(
+    folder: &Folder,
     pairs: usize,
     stores: &mut [&mut Steps],
     mut other: impl FnMut() -> Result<f64, BoxError>,
 ) -> Result<(Vec<Vec<f64>>, Vec<f64>), BoxError> {
     let (mut ours, mut theirs) = (vec![Vec::new(); stores.len()], Vec::new());
     for round in 0..=pairs {
-        let found =
-            stores.iter_mut().map(|steps| Ok(steps.step()?.0)).collect::<Result<Vec<_>, BoxError>>()?;
+        let mut step = |steps: &mut &mut Steps| {
+            settle(folder)?;
+            Ok(steps.step()?.0)
+        };
+        let found = stores.iter_mut().map(&mut step).collect::<Result<Vec<_>, BoxError>>()?;
+        settle(folder)?;
         let peer = other()?;
         if round > 0 {
             ours.iter_mut().zip(found).for_each(|(ours, found)| ours.push(found));
@@ -94,12 +105,15 @@ fn rounds(
     Ok((ours, theirs))
 }
 
-/// Rows of `pairs` rounds each, measured in `dir`.
-pub(crate) fn rows(pairs: usize, dir: &Path) -> Result<Vec<Value>, BoxError> {
-    let folder = Folder::make(dir)?;
-    let mut rows = beside_fio(pairs, &folder)?;
-    rows.extend(beside_other_formats(pairs, &folder)?);
-    rows.extend(saves(pairs, &folder)?);
+/// Rows of `pairs` rounds each, measured in a folder.
+pub(crate) fn rows(pairs: usize, folder: &Folder) -> Result<Vec<Value>, BoxError> {
+    let mut rows = Vec::new();
+    for table in [beside_fio, beside_other_formats, saves, loads] {
+        rows.extend(table(pairs, folder)?);
+        // The next ones need the space.
+        fs::remove_dir_all(&folder.0)?;
+        fs::create_dir(&folder.0)?;
+    }
     Ok(rows)
 }
 
@@ -111,9 +125,17 @@ fn beside_fio(pairs: usize, folder: &Folder) -> Result<Vec<Value>, BoxError> {
     let bytes = streamed.step()?.1 / (8 << 20) * (8 << 20);
     let mut fio = fastest_fio(folder, bytes)?;
     let label = fio.as_ref().map(|fio| fio.label(Transfer::Both)).unwrap_or_default();
-    let (ours, theirs) = rounds(pairs, &mut [&mut streamed, &mut serial, &mut in_place], || {
-        Ok(fio.as_mut().map(|fio| fio.run(Transfer::Both)).transpose()?.map_or(0.0, |sample| sample.seconds))
+    let mut flushed = Vec::new();
+    let (ours, theirs) = rounds(folder, pairs, &mut [&mut streamed, &mut serial, &mut in_place], || {
+        let Some(fio) = &mut fio else { return Ok(0.0) };
+        let seconds = fio.run(Transfer::Both)?.seconds;
+        let start = Instant::now();
+        fs::File::open(&fio.file)?.sync_data()?;
+        flushed.push(seconds + start.elapsed().as_secs_f64());
+        Ok(seconds)
     })?;
+    // Of the rounds that are counted.
+    let flushed = flushed.get(1..).unwrap_or_default();
     let row = |name: &str, ours: &[f64], label: &str, theirs: &[f64], goal| {
         compared(name, "s", ours, &Figures { label, values: theirs }, goal)
     };
@@ -121,6 +143,7 @@ fn beside_fio(pairs: usize, folder: &Folder) -> Result<Vec<Value>, BoxError> {
     let name = "step, float32, state 5.3 times the ring";
     let rows = [
         fio.is_some().then(|| row(name, streamed, &label, &theirs, Some(Goal::AtMost(1.10)))).flatten(),
+        row(name, streamed, "the same fio, and a flush of its file", flushed, Some(Goal::AtMost(1.10))),
         row(
             "step, one buffer that is read, updated and written",
             serial,
@@ -168,7 +191,7 @@ fn beside_other_formats(pairs: usize, folder: &Folder) -> Result<Vec<Value>, Box
     let mut half = Steps::new(folder, "half", Moments::Bf16, &options)?;
     let mut byte = Steps::new(folder, "byte", Moments::Int8, &options)?;
     let moved = [wide.step()?.1, half.step()?.1, byte.step()?.1];
-    let (ours, _) = rounds(pairs, &mut [&mut wide, &mut half, &mut byte], || Ok(0.0))?;
+    let (ours, _) = rounds(folder, pairs, &mut [&mut wide, &mut half, &mut byte], || Ok(0.0))?;
     let mut rows = Vec::new();
     for (i, name) in [(1, "bfloat16"), (2, "8-bit")] {
         let share = moved[i] as f64 / moved[0] as f64;
@@ -208,6 +231,46 @@ fn saves(pairs: usize, folder: &Folder) -> Result<Vec<Value>, BoxError> {
     let ring = NvmeAdam::memory_bytes(&[ParamSpec::new("w", &[ELEMENTS])], &options(3, Durability::Step))?;
     rows.extend(alone("memory of the ring", "MiB", &[ring.get() as f64 / f64::from(1 << 20)], None));
     Ok(rows)
+}
+
+/// A generation taken into RAM in another cut, beside reading its files.
+fn loads(pairs: usize, folder: &Folder) -> Result<Vec<Value>, BoxError> {
+    let mut steps = Steps::new(folder, "loaded", Moments::F32, &options(3, Durability::Step))?;
+    steps.adam.save("here")?.wait()?;
+    let (from, to) = (folder.0.join("loaded").join("here"), folder.0.join("in-ram"));
+    let params = [ParamSpec::new("w", &[ELEMENTS])];
+    let in_ram = AdamOptions {
+        bucket_elements: ELEMENTS / BUCKETS / 2 * 3,
+        host: Bytes(1 << 40),
+        ..options(3, Durability::Checkpoint)
+    };
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    for _ in 0..pairs {
+        uncache(&from)?;
+        let start = Instant::now();
+        drop(NvmeAdam::load(&[&from], &to, &params, &in_ram, LoadOptions::default())?);
+        ours.push(start.elapsed().as_secs_f64());
+        fs::remove_dir_all(&to)?;
+        uncache(&from)?;
+        let (start, mut room) = (Instant::now(), vec![0; 4 << 20]);
+        for entry in fs::read_dir(&from)? {
+            let mut file = fs::File::open(entry?.path())?;
+            while file.read(&mut room)? > 0 {}
+        }
+        theirs.push(start.elapsed().as_secs_f64());
+    }
+    let peer = Figures { label: "reading its files, 4 MiB at a time", values: &theirs };
+    Ok(compared("load into RAM, in another cut", "s", &ours, &peer, None).into_iter().collect())
+}
+
+/// Has the files of a folder read from the drive next time.
+fn uncache(folder: &Path) -> Result<(), BoxError> {
+    for entry in fs::read_dir(folder)? {
+        let file = fs::File::open(entry?.path())?;
+        file.sync_all()?;
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
+    }
+    Ok(())
 }
 
 /// What `cp` and `sync` do.
