@@ -9,6 +9,7 @@ use lazy_runtime::{LayerError, RuntimeError};
 use lazy_solver::step::StepFailure;
 use lazy_store::StoreError;
 
+use crate::cuda::CudaError;
 use crate::data::DataError;
 use crate::decoder::DecoderError;
 
@@ -28,6 +29,9 @@ pub enum TrainError {
     /// The decoder.
     #[error(transparent)]
     Decoder(#[from] DecoderError),
+    /// The decoder on a GPU.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// No plan was found.
     #[error("{0}{flags}", flags = flags(.0))]
     Plan(#[from] StepFailure),

@@ -1,5 +1,6 @@
 //! A Qwen3-style language-model trainer on the lazy crates: the downstream program that uses all of them.
 
+pub mod backend;
 pub mod batch;
 mod boundaries;
 pub mod console;

@@ -29,7 +29,7 @@ impl Shape {
     }
 }
 
-/// A decoder and its gradients, for steps of one shape.
+/// A decoder on the host device and its gradients, for steps of one shape.
 pub struct HostModel {
     /// Weights and arithmetic.
     pub decoder: Arc<Decoder>,
@@ -65,6 +65,12 @@ impl HostModel {
     /// Size of each boundary.
     pub fn boundary_bytes(&self) -> Bytes {
         Bytes((self.shape.tokens() * self.decoder.spec().hidden * size_of::<f32>()) as u64)
+    }
+
+    /// Weights and gradients, which lie outside the store.
+    pub fn own_bytes(&self) -> Bytes {
+        let declared = self.decoder.declared(self.shape.batch, self.shape.seq);
+        declared.weights + declared.gradients
     }
 
     fn dims(&self) -> (usize, usize, usize) {

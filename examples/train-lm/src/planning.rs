@@ -1,15 +1,21 @@
 //! From a model, a profile and caps to a verified schedule.
 
+use std::path::Path;
+
 use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Tier, TierBytes, Verified};
-use lazy_optim_nvme::{AdamOptions, Durability, Moments, NvmeAdam, ParamSpec};
+use lazy_optim_nvme::{AdamOptions, Durability, Moments, NvmeAdam, ParamSpec, UpdateOn};
 use lazy_runtime::Model;
 use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::step::{StepFailure, StepOptions, best_execution, solve_step};
+use lazy_store::DeviceChoice;
+use lazy_store::cuda::Gpu;
 
+use crate::backend::Backend;
 use crate::error::{Result, TrainError};
-use crate::model::HostModel;
 use crate::probe::optimizer_time;
-use crate::settings::{DurabilityChoice, MomentFormat, Prefetch, Settings, StateHome};
+use crate::settings::{
+    DurabilityChoice, MomentFormat, Prefetch, Settings, StateHome, TrainArgs, UpdateChoice,
+};
 
 /// Most layers between two saved boundaries.
 const MAX_SEGMENT: usize = 4;
@@ -18,7 +24,12 @@ const LEAST_BUCKETS: usize = 8;
 
 /// How the optimizer's state of a model is cut: the default bucket for large models, at least eight buckets for small ones, chunks
 /// no larger than a bucket.
-pub fn adam_options(parameters: u64, settings: &Settings) -> AdamOptions {
+pub fn adam_options(
+    parameters: u64,
+    settings: &Settings,
+    update: UpdateChoice,
+    device: DeviceChoice,
+) -> AdamOptions {
     let default = AdamOptions::default();
     // A bucket is a whole number of blocks over which the gradient norm is summed.
     const BLOCK: usize = 65_536;
@@ -29,47 +40,55 @@ pub fn adam_options(parameters: u64, settings: &Settings) -> AdamOptions {
         DurabilityChoice::Step => Durability::Step,
         DurabilityChoice::Checkpoint => Durability::Checkpoint,
     };
-    let host = match settings.state {
-        StateHome::Nvme => Bytes::ZERO,
-        StateHome::Host => Bytes(u64::MAX),
+    let all = Bytes(u64::MAX);
+    let (hbm, host) = match settings.state {
+        StateHome::Nvme => (Bytes::ZERO, Bytes::ZERO),
+        StateHome::Host => (Bytes::ZERO, settings.state_host.unwrap_or(all)),
+        StateHome::Hbm => (settings.state_hbm.unwrap_or(all), settings.state_host.unwrap_or(all)),
+    };
+    let update = match update {
+        UpdateChoice::Cpu => UpdateOn::Cpu,
+        UpdateChoice::Cuda => UpdateOn::Cuda,
+        UpdateChoice::Auto => UpdateOn::Auto,
     };
     let chunk_bytes = Bytes(default.chunk_bytes.get().min(chunk.get()));
-    AdamOptions { bucket_elements, chunk_bytes, durability, host, ..default }
+    AdamOptions { bucket_elements, chunk_bytes, durability, device, update, hbm, host, ..default }
 }
 
 /// A cap that was not given, where the plan does not have to be made to fit one.
 const OPEN: Bytes = Bytes(1 << 60);
 
-/// The planning problem of a run. Caps that were not given are chosen so that the activations do not fit where the plan is to be
-/// solved, and are open where it is given.
+/// The planning problem of a run. Caps that were not given are, where the plan is to be solved, what a GPU and its machine have free, and
+/// on the host device chosen so that the activations do not fit; they are open where the plan is given.
 ///
 /// # Errors
 /// When a cap is not a size, or the profile's times are for another number of layers.
 pub fn problem(
-    model: &HostModel,
+    backend: &Backend,
     settings: &Settings,
     profile: &HardwareProfile,
     adam: &AdamOptions,
-    budgets: &BudgetArgs,
-    plan: &str,
-    prefetch: Prefetch,
+    args: &TrainArgs,
+    spill: &Path,
 ) -> Result<StepProblem> {
-    let runtime = model.model()?;
+    let runtime = backend.model()?;
     let sizes = runtime.sizes().clone();
     let n = sizes.saved.len();
-    let boundary = model.boundary_bytes();
+    let budgets = &args.budgets;
     let costs = profile.costs().filter(|c| c.forward.len() == n).ok_or_else(|| {
         TrainError::Usage(format!(
             "the profile has no layer times for a model of {n} layers: make one with `cargo xtask probe` and the same --model, \
              --batch and --seq, or leave --profile out"
         ))
     })?;
-    let fixed = fixed(model, &runtime, settings, adam)?;
-    let defaults = if plan == "auto" {
-        let least = least(model, settings, adam)?;
-        default_budgets(n as u64, boundary, least, prefetch.blocks().unwrap_or(0) as u64)
-    } else {
-        TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN }
+    let fixed = fixed(backend, &runtime, settings, adam)?;
+    let defaults = match backend.gpu() {
+        _ if args.plan != "auto" => TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN },
+        Some(gpu) => free_budgets(gpu, spill)?,
+        None => {
+            let least = least(backend, settings, adam)?;
+            default_budgets(&sizes.boundary, least, args.prefetch.blocks().unwrap_or(0) as u64)
+        }
     };
     let cap = |tier| {
         Ok::<_, TrainError>(budgets.cap(tier).map_err(TrainError::Usage)?.unwrap_or(defaults.get(tier)))
@@ -81,7 +100,7 @@ pub fn problem(
         streamed: sizes.streamed,
         costs,
         micro_batches: settings.accum,
-        optimizer: optimizer_time(profile, model.decoder.spec().total_parameters()),
+        optimizer: optimizer_time(profile, backend.spec().total_parameters()),
         fixed,
         budgets: TierBytes { hbm: cap(Tier::Hbm)?, host: cap(Tier::Host)?, nvme: cap(Tier::Nvme)? },
         max_segment: MAX_SEGMENT,
@@ -89,12 +108,15 @@ pub fn problem(
 }
 
 /// What a step holds throughout, whatever is placed where.
-fn fixed(model: &HostModel, runtime: &Model, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
-    let shape = settings.shape();
-    let declared = model.decoder.declared(shape.batch, shape.seq);
+fn fixed(backend: &Backend, runtime: &Model, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
+    let optimized = optimized(backend.spec(), settings);
+    let of_optimizer = match backend {
+        Backend::Host(_) => Bytes::ZERO,
+        Backend::Cuda(_) => NvmeAdam::device_bytes(&optimized, adam)?,
+    };
     Ok(TierBytes {
-        hbm: declared.weights + declared.gradients + runtime.resident(),
-        host: NvmeAdam::memory_bytes(&optimized(model, settings), adam)?,
+        hbm: backend.own_bytes() + runtime.resident() + of_optimizer,
+        host: NvmeAdam::memory_bytes(&optimized, adam)?,
         nvme: Bytes::ZERO,
     })
 }
@@ -104,9 +126,9 @@ const LEAST_IN_FEWER_BITS: usize = 4096;
 
 /// The parameters as the optimizer knows them: matrices in group 0, the rest, which does not decay, in group 1; moments of the
 /// largest in 8 bits, as far as the share that was asked for goes, and of the others as asked.
-pub fn optimized(model: &HostModel, settings: &Settings) -> Vec<ParamSpec> {
-    let parameters = model.decoder.parameters();
-    let sizes: Vec<usize> = parameters.iter().map(|(_, v)| v.elem_count()).collect();
+pub fn optimized(spec: &ModelSpec, settings: &Settings) -> Vec<ParamSpec> {
+    let parameters = spec.parameters();
+    let sizes: Vec<usize> = parameters.iter().map(|p| p.shape.iter().product()).collect();
     let mut in_order: Vec<usize> = (0..sizes.len()).filter(|i| sizes[*i] >= LEAST_IN_FEWER_BITS).collect();
     in_order.sort_by_key(|i| std::cmp::Reverse(sizes[*i]));
     let total: usize = sizes.iter().sum();
@@ -123,16 +145,17 @@ pub fn optimized(model: &HostModel, settings: &Settings) -> Vec<ParamSpec> {
     }
     let named = parameters.iter().zip(moments);
     named
-        .map(|((name, v), moments)| {
-            ParamSpec::new(name.as_str(), v.dims()).in_group(usize::from(v.rank() < 2)).with_moments(moments)
+        .map(|(p, moments)| {
+            let group = usize::from(p.shape.len() < 2);
+            ParamSpec::new(p.name.as_str(), &p.shape).in_group(group).with_moments(moments)
         })
         .collect()
 }
 
 /// What a step holds at the least, whatever is placed where.
-fn least(model: &HostModel, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
-    let runtime = model.model()?;
-    let fixed = fixed(model, &runtime, settings, adam)?;
+fn least(backend: &Backend, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
+    let runtime = backend.model()?;
+    let fixed = fixed(backend, &runtime, settings, adam)?;
     Ok(TierBytes { hbm: fixed.hbm + runtime.sizes().step().least_hbm(), ..fixed })
 }
 
@@ -141,12 +164,12 @@ fn least(model: &HostModel, settings: &Settings, adam: &AdamOptions) -> Result<T
 /// # Errors
 /// When a cap is wrong, or does not hold what is there whatever goes where, or this machine's memory does not.
 pub fn check_room(
-    model: &HostModel,
+    backend: &Backend,
     settings: &Settings,
     adam: &AdamOptions,
     budgets: &BudgetArgs,
 ) -> Result<()> {
-    let fixed = least(model, settings, adam)?;
+    let fixed = least(backend, settings, adam)?;
     for tier in Tier::ALL {
         if let Some(budget) = budgets.cap(tier).map_err(TrainError::Usage)?
             && budget < fixed.get(tier)
@@ -155,11 +178,21 @@ pub fn check_room(
             return Err(StepFailure::Fixed { tier, budget, fixed, needed: fixed }.into());
         }
     }
-    let (needed, there) = (fixed.hbm + fixed.host, total_memory());
-    match there {
-        Some(there) if there < needed => Err(TrainError::Usage(format!(
-            "a step needs {needed} whatever is placed where, and this machine has {there} of memory: make --batch or --seq smaller, \
-             or take a smaller model"
+    let remedy =
+        "make --batch or --seq smaller, keep more of the optimizer's state on NVMe, or take a smaller model";
+    let (in_ram, on_gpu) = match backend.gpu() {
+        None => (fixed.hbm + fixed.host, None),
+        Some(gpu) => (fixed.host, Some(gpu.memory()?.0)),
+    };
+    if let Some(there) = on_gpu.filter(|there| *there < fixed.hbm) {
+        return Err(TrainError::Usage(format!(
+            "a step needs {} of HBM whatever is placed where, and {there} are free on the GPU: {remedy}",
+            fixed.hbm
+        )));
+    }
+    match total_memory() {
+        Some(there) if there < in_ram => Err(TrainError::Usage(format!(
+            "a step needs {in_ram} whatever is placed where, and this machine has {there} of memory: {remedy}"
         ))),
         _ => Ok(()),
     }
@@ -181,17 +214,47 @@ pub fn check_parameters(spec: &ModelSpec) -> Result<()> {
 
 /// The machine's memory; on the host device part of it stands for HBM.
 fn total_memory() -> Option<Bytes> {
+    memory_of("MemTotal:")
+}
+
+/// A line of the kernel's account of memory.
+fn memory_of(name: &str) -> Option<Bytes> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let kib = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:")?.split_whitespace().next()?.parse().ok())?;
+    let kib =
+        text.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().next()?.parse().ok())?;
     Some(Bytes(1024) * kib)
+}
+
+/// Left of a GPU's free memory for what no plan counts: kernels, libraries, and pages that are broken off.
+const HBM_RESERVE: Bytes = Bytes(3 << 29);
+
+/// Caps of a run on a GPU: what is free there, four fifths of the RAM that is available, and nine tenths of what is free on the file
+/// system of the spill files.
+fn free_budgets(gpu: &Gpu, spill: &Path) -> Result<TierBytes> {
+    let share = |bytes: Bytes, of: [u64; 2]| Bytes(bytes.get() / of[1] * of[0]);
+    Ok(TierBytes {
+        hbm: gpu.memory()?.0.saturating_sub(HBM_RESERVE),
+        host: share(memory_of("MemAvailable:").unwrap_or_default(), [4, 5]),
+        nvme: share(free_space(spill)?, [9, 10]),
+    })
+}
+
+/// Bytes free on the file system of the folder, or of the nearest one above that exists.
+///
+/// # Errors
+/// When it cannot be asked.
+pub fn free_space(dir: &Path) -> Result<Bytes> {
+    let there = std::path::absolute(dir).map_err(TrainError::io(dir))?;
+    let there = there.ancestors().find(|folder| folder.exists()).unwrap_or(dir);
+    let stat = rustix::fs::statvfs(there).map_err(|e| TrainError::io(there)(e.into()))?;
+    Ok(Bytes(stat.f_bavail.saturating_mul(stat.f_frsize)))
 }
 
 /// Caps into which the activations do not fit, so that a first run shows all tiers at work: HBM for a third of the boundaries besides what
 /// every plan needs (read-ahead that was asked for included), host RAM for a quarter and staging, NVMe for a sixth; the rest has to be
 /// recomputed.
-fn default_budgets(layers: u64, boundary: Bytes, least: TierBytes, prefetch: u64) -> TierBytes {
+fn default_budgets(boundaries: &[Bytes], least: TierBytes, prefetch: u64) -> TierBytes {
+    let (layers, boundary) = (boundaries.len() as u64 - 1, boundaries[0]);
     let room = |boundaries: u64| Bytes(boundary.align_up(4096).get() * boundaries);
     TierBytes {
         hbm: least.hbm + room((layers / 3).max(2) + prefetch),

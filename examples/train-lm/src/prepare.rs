@@ -5,9 +5,13 @@ use std::path::{Path, PathBuf};
 
 use lazy_model::{HardwareProfile, ModelSpec};
 use lazy_optim_nvme::AdamOptions;
+use lazy_runtime::ModelOptions;
+use lazy_store::cuda::{Gpu, device_count};
 use lazy_store::scratch::RunDir;
 
+use crate::backend::Backend;
 use crate::console::Console;
+use crate::cuda::{CudaDecoder, CudaOptions};
 use crate::data::Corpus;
 use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
@@ -15,7 +19,7 @@ use crate::model::HostModel;
 use crate::planning::{adam_options, check_parameters, check_room};
 use crate::probe::{probe, timestamp};
 use crate::run_folder::{RunFolder, check_free};
-use crate::settings::{DeviceChoice, Settings, TrainArgs};
+use crate::settings::{DeviceChoice, RunDevice, Settings, TrainArgs, UpdateChoice};
 use crate::weights::{CheckpointWeights, InitialWeights};
 
 /// The model that ships with the trainer.
@@ -26,7 +30,7 @@ pub(crate) struct Prepared {
     pub(crate) settings: Settings,
     pub(crate) config: String,
     pub(crate) corpus: Corpus,
-    pub(crate) model: HostModel,
+    pub(crate) backend: Backend,
     pub(crate) initial: InitialWeights,
     pub(crate) adam: AdamOptions,
     pub(crate) resumed: Option<RunFolder>,
@@ -47,29 +51,30 @@ pub(crate) fn beside(path: &Path, name: &str) -> PathBuf {
 }
 
 pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
-    if args.device == DeviceChoice::Cuda {
-        return Err(TrainError::Usage(
-            "--device cuda: this version trains on the host device only; use --device host or auto".into(),
-        ));
-    }
     let (resumed, mut settings, config, steps) = match &args.resume {
         Some(run) => {
-            let (folder, settings, steps) = RunFolder::open(run)?;
+            let (folder, mut settings, steps) = RunFolder::open(run)?;
             settings.check_unchanged(args)?;
             let config = read(&folder.config())?;
+            (settings.state_hbm, settings.state_host) =
+                (args.state_hbm_gib.or(settings.state_hbm), args.state_host_gib.or(settings.state_host));
             (Some(folder), settings, config, args.steps.or(steps))
         }
         None => {
             let weights = weights_folder(args, console);
-            let settings = Settings { weights, ..Settings::of(args)? };
+            let settings = Settings { weights, ..Settings::of(args, device_of(args.device))? };
             (None, settings, model_config(args)?, args.steps)
         }
     };
+    settings.check()?;
+    let gpu = open_device(args, &settings)?;
     let spec = ModelSpec::from_json(&config)?;
     for note in &spec.notes {
         console.note(note);
     }
-    check_parameters(&spec)?;
+    if gpu.is_none() {
+        check_parameters(&spec)?;
+    }
     if settings.text.is_empty() {
         settings.text = default_text()?;
     }
@@ -90,12 +95,64 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
         check_free(&out)?;
     }
     let initial = initial_weights(&settings, &spec, resumed.is_some())?;
-    // The optimizer's state sets them.
-    let decoder = Decoder::new(spec, &mut |_, shape| vec![0.0; shape.iter().product()])?;
-    let adam = adam_options(decoder.spec().total_parameters(), &settings);
-    let model = HostModel::new(decoder, settings.shape(), settings.accum, settings.dropout);
-    check_room(&model, &settings, &adam, &args.budgets)?;
-    Ok(Prepared { settings, config, corpus, model, initial, adam, resumed, out, steps })
+    let backend = backend(spec, gpu, &settings)?;
+    let adam = adam_options(backend.spec().total_parameters(), &settings, args.update, backend.device());
+    check_room(&backend, &settings, &adam, &args.budgets)?;
+    Ok(Prepared { settings, config, corpus, backend, initial, adam, resumed, out, steps })
+}
+
+/// The device of a new run.
+fn device_of(choice: DeviceChoice) -> RunDevice {
+    match choice {
+        DeviceChoice::Host => RunDevice::Host,
+        DeviceChoice::Cuda => RunDevice::Cuda,
+        DeviceChoice::Auto if device_count().is_ok_and(|count| count > 0) => RunDevice::Cuda,
+        DeviceChoice::Auto => RunDevice::Host,
+    }
+}
+
+/// The GPU of a run on one.
+fn open_device(args: &TrainArgs, settings: &Settings) -> Result<Option<Gpu>> {
+    let usage = |text: &str| Err(TrainError::Usage(text.into()));
+    if args.resume.is_some() && args.device != DeviceChoice::Auto && device_of(args.device) != settings.device
+    {
+        return usage(
+            "--device cannot be changed when a run is resumed, since its bits would: leave it out, or start a new run",
+        );
+    }
+    if settings.device == RunDevice::Cuda {
+        if args.debug_boundaries {
+            return usage("--debug-boundaries is for the host device");
+        }
+        let opened = Gpu::open(0).map_err(|e| TrainError::Usage(format!("{e} (--device host)")));
+        return opened.map(Some);
+    }
+    if args.update == UpdateChoice::Cuda {
+        return usage("--update cuda needs --device cuda");
+    }
+    Ok(None)
+}
+
+fn backend(spec: ModelSpec, gpu: Option<Gpu>, settings: &Settings) -> Result<Backend> {
+    let Some(gpu) = gpu else {
+        // The optimizer's state sets its weights.
+        let decoder = Decoder::new(spec, &mut |_, shape| vec![0.0; shape.iter().product()])?;
+        return Ok(Backend::Host(HostModel::new(
+            decoder,
+            settings.shape(),
+            settings.accum,
+            settings.dropout,
+        )));
+    };
+    let options = CudaOptions {
+        shape: settings.shape(),
+        real: settings.dtype,
+        gradients: settings.grad_dtype,
+        dropout: settings.dropout,
+        model: ModelOptions { micro_batches: settings.accum, ..ModelOptions::default() },
+        poison: false,
+    };
+    Ok(Backend::Cuda(CudaDecoder::new(&gpu, spec, options)?))
 }
 
 fn read(path: &Path) -> Result<String> {
@@ -171,12 +228,12 @@ pub(crate) fn profile_for(
     spill: &Path,
     console: &Console,
 ) -> Result<HardwareProfile> {
-    let shape = prepared.settings.shape();
     match &args.budgets.profile {
         Some(path) => Ok(HardwareProfile::from_json(&read(path)?)?),
         None => {
             console.say("measuring layers, links and optimizer");
-            probe(&prepared.model, shape, spill, args.throttle.unwrap_or_default(), &prepared.adam)
+            let limits = args.throttle.unwrap_or_default();
+            probe(&prepared.backend, prepared.settings.shape(), spill, limits, &prepared.adam)
         }
     }
 }
@@ -191,5 +248,5 @@ pub fn probe_only(args: &TrainArgs) -> Result<HardwareProfile> {
     let root = args.nvme_dir.clone().unwrap_or_else(|| beside(&prepared.out, "spill"));
     let spill = spill_folder(&root)?;
     let limits = args.throttle.unwrap_or_default();
-    probe(&prepared.model, prepared.settings.shape(), spill.path(), limits, &prepared.adam)
+    probe(&prepared.backend, prepared.settings.shape(), spill.path(), limits, &prepared.adam)
 }

@@ -4,13 +4,15 @@ use std::path::Path;
 use std::time::{Instant, SystemTime};
 
 use lazy_model::{
-    Bytes, BytesPerSecond, HardwareProfile, LayerIndex, Links, Marked, Seconds, StepTimes, Tiers,
+    Bytes, BytesPerSecond, HardwareProfile, LayerIndex, Links, Marked, ModelSpec, Seconds, StepTimes, Tiers,
 };
 use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, ParamSpec, StepInput};
 use lazy_runtime::{Backward, Context, Forward, Grads, Input, Loss, Output, Phase, Saved, Weights};
-use lazy_store::{LinkLimits, NvmeOptions, Store, StoreOptions};
+use lazy_store::{DeviceChoice, LinkLimits, NvmeOptions, Store, StoreOptions};
 
+use crate::backend::Backend;
 use crate::batch::Batch;
+use crate::cuda;
 use crate::error::{Result, TrainError};
 use crate::model::{HostModel, Shape};
 use crate::stop;
@@ -25,19 +27,25 @@ const OPTIMIZER_ELEMENTS: usize = 4 << 20;
 /// # Errors
 /// When a layer, the store or the optimizer fails.
 pub fn probe(
-    model: &HostModel,
+    backend: &Backend,
     shape: Shape,
     spill: &Path,
     limits: LinkLimits,
     adam: &AdamOptions,
 ) -> Result<HardwareProfile> {
     let when = timestamp();
-    let times = layer_times(model, shape, &when)?;
+    let spec = backend.spec();
+    let (name, times) = match backend {
+        Backend::Host(model) => ("this machine", layer_times(model, shape)?),
+        Backend::Cuda(decoder) => (decoder.gpu().name(), cuda::probe::layer_times(decoder, spill)?),
+    };
+    let times = times.medians(workload_name(spec, shape), spec.layers(), "probe pass", &when);
     stop::check()?;
-    let links = link_rates(model.boundary_bytes(), spill, limits, &when)?;
-    let rate = optimizer_rate(model, spill, adam)?;
+    let boundary = backend.model()?.sizes().boundary[0];
+    let links = link_rates(boundary, backend.device(), spill, limits, &when)?;
+    let rate = optimizer_rate(backend, spill, adam)?;
     Ok(HardwareProfile {
-        name: "this machine".into(),
+        name: name.into(),
         tiers: Tiers::default(),
         links,
         drives: None,
@@ -48,8 +56,7 @@ pub fn probe(
 }
 
 /// What the times of a profile hold for.
-pub fn workload_name(model: &HostModel, shape: Shape) -> String {
-    let spec = model.decoder.spec();
+pub fn workload_name(spec: &ModelSpec, shape: Shape) -> String {
     format!(
         "{} {} layers, hidden {}, {} parameters, {} x {} tokens",
         spec.family.model_type(),
@@ -61,7 +68,7 @@ pub fn workload_name(model: &HostModel, shape: Shape) -> String {
     )
 }
 
-fn layer_times(model: &HostModel, shape: Shape, when: &str) -> Result<StepTimes> {
+fn layer_times(model: &HostModel, shape: Shape) -> Result<Times> {
     let bytes = model.boundary_bytes().get() as usize;
     let (prologue, layers, epilogue) = (model.prologue(), model.layers(), model.epilogue());
     let vocab = model.decoder.spec().vocab as u32;
@@ -109,7 +116,7 @@ fn layer_times(model: &HostModel, shape: Shape, when: &str) -> Result<StepTimes>
         }
     }
     model.gradients.zero();
-    Ok(times.medians(workload_name(model, shape), layers.len(), "probe pass", when))
+    Ok(times)
 }
 
 /// A forward for an output, for internals, or for both.
@@ -183,9 +190,20 @@ pub fn median(mut samples: Vec<f64>) -> f64 {
     }
 }
 
-fn link_rates(boundary: Bytes, spill: &Path, limits: LinkLimits, when: &str) -> Result<Links> {
+/// Rates of copies of one boundary over each link, alone.
+///
+/// # Errors
+/// When the store cannot be opened or a copy fails.
+pub fn link_rates(
+    boundary: Bytes,
+    device: DeviceChoice,
+    spill: &Path,
+    limits: LinkLimits,
+    when: &str,
+) -> Result<Links> {
     let room = Bytes(boundary.get() * 8);
     let store = Store::open(StoreOptions {
+        device,
         hbm: room,
         host: room,
         nvme: Some(NvmeOptions::new(spill, room)),
@@ -200,20 +218,27 @@ fn link_rates(boundary: Bytes, spill: &Path, limits: LinkLimits, when: &str) -> 
 
 /// Elements a second of whole optimizer steps, norm and commit included, on a trial store of the model's size or
 /// [`OPTIMIZER_ELEMENTS`], whichever is smaller.
-fn optimizer_rate(model: &HostModel, spill: &Path, adam: &AdamOptions) -> Result<f64> {
-    let all: usize = model.decoder.parameters().iter().map(|(_, v)| v.elem_count()).sum();
-    let elements = all.min(OPTIMIZER_ELEMENTS);
+fn optimizer_rate(backend: &Backend, spill: &Path, adam: &AdamOptions) -> Result<f64> {
+    let all = usize::try_from(backend.spec().total_parameters()).unwrap_or(usize::MAX);
+    let (in_ram, on_gpu) = match backend {
+        Backend::Host(_) => (all.min(OPTIMIZER_ELEMENTS), None),
+        Backend::Cuda(decoder) => (0, Some(cuda::probe::TrialParameter::new(decoder, all)?)),
+    };
+    let elements = on_gpu.as_ref().map_or(in_ram, |parameter| parameter.elements());
     let dir = spill.join("trial-optimizer");
     let params = [ParamSpec::new("trial", &[elements])];
     let mut trial = NvmeAdam::create(&dir, &params, adam, |_, _, values| values.fill(0.0))?;
-    let gradient = vec![1e-3f32; elements];
+    let gradient = vec![1e-3f32; in_ram];
     let mut samples = Vec::new();
     for _ in 0..REPETITIONS {
         stop::check()?;
         let start = Instant::now();
         let input =
             StepInput { groups: &[GroupOptions::default()], max_norm: Some(1.0), ..StepInput::default() };
-        trial.step(&[Some(Gradient::F32(&gradient))], &input, &mut |_, _, _| ())?;
+        match &on_gpu {
+            None => trial.step(&[Some(Gradient::F32(&gradient))], &input, &mut |_, _, _| ())?,
+            Some(on_gpu) => on_gpu.step(&mut trial, &input)?,
+        };
         samples.push(start.elapsed().as_secs_f64());
     }
     drop(trial);

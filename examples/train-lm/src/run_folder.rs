@@ -244,16 +244,22 @@ impl MetricsWriter {
 /// # Errors
 /// When the folder is not writable or the disk is full.
 pub fn write_file(path: &Path, contents: &[u8]) -> Result<()> {
+    replace(path, |partial| fs::write(partial, contents))
+}
+
+/// Has a file written under a temporary name, and renames it.
+pub(crate) fn replace(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<()> {
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
     let partial = PathBuf::from(partial);
-    let write = || {
-        let mut file = File::create(&partial)?;
-        file.write_all(contents)?;
+    let whole = || {
+        // Made here, so that others may read it as far as the process lets them.
+        let file = File::create(&partial)?;
+        write(&partial)?;
         file.sync_data()?;
         fs::rename(&partial, path)
     };
-    write().map_err(|source| {
+    whole().map_err(|source| {
         let _ = fs::remove_file(&partial);
         TrainError::Io { path: path.to_owned(), source }
     })

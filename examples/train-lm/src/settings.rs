@@ -3,11 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use lazy_model::BytesPerSecond;
+use lazy_model::{Bytes, BytesPerSecond};
 use lazy_solver::budgets::BudgetArgs;
 use lazy_store::LinkLimits;
 use serde::{Deserialize, Serialize};
 
+use crate::cuda::Real;
 use crate::error::{Result, TrainError};
 use crate::model::Shape;
 
@@ -32,6 +33,31 @@ pub enum StateHome {
     Nvme,
     /// In RAM; on disk from save to save.
     Host,
+    /// In the memory of the GPU; on disk from save to save.
+    Hbm,
+}
+
+/// Where the optimizer's arithmetic runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum UpdateChoice {
+    /// On the processor's cores
+    Cpu,
+    /// On the GPU, which chunks of the state visit
+    Cuda,
+    /// Where a chunk takes less time, measured at the start
+    #[default]
+    Auto,
+}
+
+/// The device that a run computes on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RunDevice {
+    /// The CPU.
+    #[default]
+    Host,
+    /// A GPU.
+    Cuda,
 }
 
 /// The format of the optimizer's moments.
@@ -117,16 +143,31 @@ pub struct TrainArgs {
     /// Folder for the optimizer's state; default: `state` in the run
     #[arg(long, value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
-    /// Where the optimizer's state lives [default: nvme]
+    /// Type of weights and activations [default: bf16 on a GPU, f32 on the host device, which has no other]
+    #[arg(long, value_enum)]
+    pub dtype: Option<Real>,
+    /// Type of the gradients of weights [default: as --dtype]
+    #[arg(long, value_enum)]
+    pub grad_dtype: Option<Real>,
+    /// Where the optimizer's state lives: what does not fit there goes to the next of hbm, host and nvme [default: nvme]
     #[arg(long, value_enum)]
     pub state: Option<StateHome>,
+    /// Most of the optimizer's state in the GPU's memory, with --state hbm [default: all]
+    #[arg(long, value_name = "GIB", value_parser = parse_gib)]
+    pub state_hbm_gib: Option<Bytes>,
+    /// Most of the optimizer's state in RAM, with --state host or hbm [default: all]
+    #[arg(long, value_name = "GIB", value_parser = parse_gib)]
+    pub state_host_gib: Option<Bytes>,
+    /// Where the arithmetic of the optimizer runs for state in RAM and on NVMe
+    #[arg(long, value_enum, default_value_t)]
+    pub update: UpdateChoice,
     /// Format of the optimizer's moments; parameters of fewer than 4096 elements keep float32 [default: f32]
     #[arg(long, value_enum)]
     pub moments: Option<MomentFormat>,
     /// Share of the parameters whose moments take 8 bits, the largest first [default: 0, or 1 with --moments int8]
     #[arg(long, value_name = "F")]
     pub max_8bit_fraction: Option<f64>,
-    /// What a step leaves of the optimizer's state on disk [default: step, or checkpoint with --state host]
+    /// What a step leaves of the optimizer's state on disk [default: step, or checkpoint with --state host and hbm]
     #[arg(long, value_enum)]
     pub durability: Option<DurabilityChoice>,
     /// Blocks to read ahead: a number, or `auto`
@@ -187,7 +228,7 @@ fn parse_prefetch(text: &str) -> std::result::Result<Prefetch, String> {
     }
 }
 
-fn parse_throttle(text: &str) -> std::result::Result<LinkLimits, String> {
+pub(crate) fn parse_throttle(text: &str) -> std::result::Result<LinkLimits, String> {
     let mut limits = LinkLimits::default();
     for part in text.split(',') {
         let (link, rate) = part.split_once('=').ok_or("give LINK=RATE, for example h2d=2,nvme_read=0.5")?;
@@ -207,6 +248,13 @@ fn parse_throttle(text: &str) -> std::result::Result<LinkLimits, String> {
         }
     }
     Ok(limits)
+}
+
+fn parse_gib(text: &str) -> std::result::Result<Bytes, String> {
+    match text.parse::<f64>() {
+        Ok(gib) if (0.0..=1e9).contains(&gib) => Ok(Bytes((gib * (1u64 << 30) as f64) as u64)),
+        _ => Err("give a number of GiB, 0 or more".into()),
+    }
 }
 
 /// What decides every bit of a run: remembered in `run.json`, and not to be changed on resuming.
@@ -235,8 +283,23 @@ pub struct Settings {
     pub text: Vec<PathBuf>,
     /// Folder of the optimizer's state; none: `state` in the run's folder, wherever that is moved.
     pub state_dir: Option<PathBuf>,
+    /// The device it computes on.
+    #[serde(default)]
+    pub device: RunDevice,
+    /// Type of weights and activations.
+    #[serde(default)]
+    pub dtype: Real,
+    /// Type of the gradients of weights.
+    #[serde(default)]
+    pub grad_dtype: Real,
     /// Where the optimizer's state lives.
     pub state: StateHome,
+    /// Most of it in the GPU's memory; none: all.
+    #[serde(default)]
+    pub state_hbm: Option<Bytes>,
+    /// Most of it in RAM; none: all.
+    #[serde(default)]
+    pub state_host: Option<Bytes>,
     /// Format of its moments.
     pub moments: MomentFormat,
     /// Share of the parameters whose moments take 8 bits.
@@ -264,7 +327,12 @@ impl Default for Settings {
             accum: 1,
             text: Vec::new(),
             state_dir: None,
+            device: RunDevice::Host,
+            dtype: Real::F32,
+            grad_dtype: Real::F32,
             state: StateHome::Nvme,
+            state_hbm: None,
+            state_host: None,
             moments: MomentFormat::F32,
             max_8bit_fraction: 0.0,
             durability: DurabilityChoice::Step,
@@ -275,15 +343,17 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// The settings of a new run.
+    /// The settings of a new run on a device.
     ///
     /// # Errors
     /// When a value makes no sense.
-    pub fn of(args: &TrainArgs) -> Result<Settings> {
+    pub fn of(args: &TrainArgs, device: RunDevice) -> Result<Settings> {
         let d = Settings::default();
         let (state, moments) = (args.state.unwrap_or(d.state), args.moments.unwrap_or(d.moments));
         let fraction = if moments == MomentFormat::Int8 { 1.0 } else { d.max_8bit_fraction };
-        let durability = if state == StateHome::Host { DurabilityChoice::Checkpoint } else { d.durability };
+        let durability = if state == StateHome::Nvme { d.durability } else { DurabilityChoice::Checkpoint };
+        let own = if device == RunDevice::Cuda { Real::Bf16 } else { Real::F32 };
+        let dtype = args.dtype.unwrap_or(own);
         let settings = Settings {
             batch: args.batch.unwrap_or(d.batch),
             seq: args.seq.unwrap_or(d.seq),
@@ -296,7 +366,12 @@ impl Settings {
             accum: args.accum.unwrap_or(d.accum),
             text: absolute(&args.text),
             state_dir: args.state_dir.as_deref().map(absolute_path),
+            device,
+            dtype,
+            grad_dtype: args.grad_dtype.unwrap_or(dtype),
             state,
+            state_hbm: args.state_hbm_gib,
+            state_host: args.state_host_gib,
             moments,
             max_8bit_fraction: args.max_8bit_fraction.unwrap_or(fraction),
             durability: args.durability.unwrap_or(durability),
@@ -323,6 +398,8 @@ impl Settings {
             ("--accum", args.accum.is_some_and(|v| v != self.accum)),
             ("--text", !args.text.is_empty() && absolute(&args.text) != self.text),
             ("--model", args.model.is_some()),
+            ("--dtype", args.dtype.is_some_and(|v| v != self.dtype)),
+            ("--grad-dtype", args.grad_dtype.is_some_and(|v| v != self.grad_dtype)),
             ("--state", args.state.is_some_and(|v| v != self.state)),
             ("--moments", args.moments.is_some_and(|v| v != self.moments)),
             ("--max-8bit-fraction", args.max_8bit_fraction.is_some_and(|v| v != self.max_8bit_fraction)),
@@ -365,8 +442,24 @@ impl Settings {
             s if !(0.0..=1.0).contains(&s.max_8bit_fraction) => {
                 wrong("--max-8bit-fraction", "a share of the parameters from 0 to 1")
             }
-            s if s.state == StateHome::Host && s.durability == DurabilityChoice::Step => {
-                wrong("--durability", "checkpoint: state in RAM is on disk only when it is saved")
+            s if s.state != StateHome::Nvme && s.durability == DurabilityChoice::Step => {
+                wrong("--durability", "checkpoint: state in RAM or HBM is on disk only when it is saved")
+            }
+            s if s.state_host.is_some() && s.state == StateHome::Nvme => {
+                wrong("--state-host-gib", "--state host or --state hbm with it")
+            }
+            s if s.state_hbm.is_some() && s.state != StateHome::Hbm => {
+                wrong("--state-hbm-gib", "--state hbm with it")
+            }
+            s if s.device == RunDevice::Host && s.state == StateHome::Hbm => {
+                wrong("--state", "host or nvme on the host device: hbm needs --device cuda")
+            }
+            s if s.device == RunDevice::Host && s.dtype != Real::F32 => wrong(
+                "--dtype",
+                "f32 on the host device, which computes in nothing else: bf16 needs --device cuda",
+            ),
+            s if s.device == RunDevice::Host && s.grad_dtype != Real::F32 => {
+                wrong("--grad-dtype", "f32 on the host device: bf16 needs --device cuda")
             }
             s if !(0.0..1.0).contains(&s.dropout) => wrong("--dropout", "a probability from 0 to below 1"),
             _ => Ok(()),
@@ -438,8 +531,12 @@ mod tests {
                 },
                 "--durability",
             ),
+            (TrainArgs { state: Some(StateHome::Hbm), ..TrainArgs::default() }, "--state:"),
+            (TrainArgs { state_host_gib: Some(Bytes(1)), ..TrainArgs::default() }, "--state-host-gib"),
+            (TrainArgs { dtype: Some(Real::Bf16), ..TrainArgs::default() }, "--dtype"),
+            (TrainArgs { grad_dtype: Some(Real::Bf16), ..TrainArgs::default() }, "--grad-dtype"),
         ] {
-            assert!(Settings::of(&args).unwrap_err().to_string().starts_with(flag));
+            assert!(Settings::of(&args, RunDevice::Host).unwrap_err().to_string().starts_with(flag));
         }
     }
 
@@ -466,7 +563,7 @@ mod tests {
 
     #[test]
     fn a_resumed_run_keeps_its_settings() {
-        let settings = Settings::of(&TrainArgs::default()).unwrap();
+        let settings = Settings::of(&TrainArgs::default(), RunDevice::Host).unwrap();
         settings.check_unchanged(&TrainArgs { batch: Some(8), ..TrainArgs::default() }).unwrap();
         let error = settings.check_unchanged(&TrainArgs { lr: Some(0.5), ..TrainArgs::default() });
         assert!(error.unwrap_err().to_string().starts_with("--lr"));

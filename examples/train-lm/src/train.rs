@@ -1,37 +1,38 @@
 //! A run from flags to report.
 
 mod advance;
+mod state;
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
-use lazy_model::{Bytes, Schedule, Seconds, Span, StepProblem, Tier};
-use lazy_optim_nvme::{AdamOptions, LoadOptions, NvmeAdam, OptimError, ParamSpec, StepOutcome};
+use lazy_model::{Bytes, Seconds, Span, StepProblem, Tier};
+use lazy_optim_nvme::{NvmeAdam, OptimError, StepOutcome};
 use lazy_runtime::{Executor, ExecutorOptions, Program, StepReport};
 use lazy_store::Store;
 use lazy_store::scratch::RunDir;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use self::advance::{Advanced, Finals};
+use self::state::open_state;
+use crate::backend::{Backend, Trained};
 use crate::batch::Batch;
 use crate::boundaries::BoundaryLog;
 use crate::console::Console;
+use crate::cuda::nvml::Watch;
 use crate::data::Corpus;
-use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
 use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
-use crate::model::HostModel;
-use crate::planning::{self, Chosen, choose, problem};
+use crate::planning::{Chosen, choose, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
 use crate::probe::median;
 use crate::report::{self, LastStep};
 use crate::run_folder::{MetricsWriter, RunFolder};
 use crate::settings::{DurabilityChoice, Settings, TrainArgs};
 use crate::stop;
-use crate::weights::InitialWeights;
 
 /// Steps of a run that is not told how many.
 const DEFAULT_STEPS: u64 = 125;
@@ -59,6 +60,8 @@ pub struct Summary {
     pub measured_step_s: Option<f64>,
     /// Most bytes in HBM, declared sizes included.
     pub hbm_peak_bytes: Bytes,
+    /// Most bytes taken of the GPU while it trained, as its monitor (NVML) saw them, the context not counted.
+    pub gpu_peak_bytes: Option<Bytes>,
     /// Most bytes in host RAM.
     pub host_peak_bytes: Bytes,
     /// Most bytes on NVMe, the optimizer's state not counted.
@@ -77,15 +80,6 @@ pub struct Summary {
     pub run: PathBuf,
 }
 
-/// What the optimizer commits with every step.
-#[derive(Serialize, Deserialize)]
-struct Cursor {
-    /// Steps done.
-    next_step: u64,
-    seed: u64,
-    shape_hash: String,
-}
-
 /// Trains as the flags say.
 ///
 /// # Errors
@@ -102,15 +96,8 @@ pub fn train(args: &TrainArgs) -> Result<Summary> {
         ));
     }
     let profile = profile_for(args, &prepared, spill.path(), &console)?;
-    let problem = problem(
-        &prepared.model,
-        &prepared.settings,
-        &profile,
-        &prepared.adam,
-        &args.budgets,
-        &args.plan,
-        args.prefetch,
-    )?;
+    let problem =
+        problem(&prepared.backend, &prepared.settings, &profile, &prepared.adam, args, spill.path())?;
     let chosen = choose(&problem, &args.plan, args.prefetch)?;
     console.plan(&problem, &chosen);
     Run::start(args, prepared, problem, chosen, spill, console)?.finish()
@@ -121,7 +108,7 @@ struct Run<'a> {
     args: &'a TrainArgs,
     settings: Settings,
     corpus: Corpus,
-    model: HostModel,
+    trained: Trained,
     problem: StepProblem,
     chosen: Chosen,
     folder: RunFolder,
@@ -142,6 +129,9 @@ struct Run<'a> {
     next: u64,
     last: Option<LastStep>,
     interrupted: bool,
+    /// Sees what is taken of the GPU until the last step is done.
+    watch: Option<Watch>,
+    gpu_peak: Option<Bytes>,
     // Dropped last: the store's spill file lies in it.
     _spill: RunDir,
 }
@@ -156,19 +146,21 @@ impl<'a> Run<'a> {
         console: Console,
     ) -> Result<Run<'a>> {
         stop::check()?;
-        let Prepared { settings, config, corpus, model, initial, adam, resumed, out, steps } = prepared;
+        let Prepared { settings, config, corpus, backend, initial, adam, resumed, out, steps } = prepared;
         let new = resumed.is_none();
         let mut folder = match resumed {
             Some(folder) => folder,
             None => RunFolder::create(&out, &settings, steps, &config)?,
         };
-        let store = open_store(&model, &chosen, &spill, args)?;
-        let mut executor = Executor::new(store, model.model()?, ExecutorOptions::default())?;
+        let watch = backend.gpu().map(Watch::start);
+        let store = open_store(&backend, &chosen, &spill, args)?;
+        let mut executor = Executor::new(store, backend.model()?, ExecutorOptions::default())?;
         let finals = Finals::of(&settings, &mut executor);
+        let trained = backend.attach(&executor)?;
         let program = executor.prepare(chosen.verified.plan.clone())?;
         let initial = new.then_some(&initial);
         let (mut optimizer, cursor) =
-            open_state(&settings, &folder, &model, &adam, initial, &chosen.schedule)?;
+            open_state(&settings, &folder, &trained, &adam, initial, &chosen.schedule)?;
         if args.no_load_optim {
             optimizer.forget_moments()?;
             console.note("the optimizer's moments are zero again");
@@ -201,7 +193,7 @@ impl<'a> Run<'a> {
             args,
             settings,
             corpus,
-            model,
+            trained,
             problem,
             chosen,
             folder,
@@ -217,6 +209,8 @@ impl<'a> Run<'a> {
             next: first,
             last: None,
             interrupted: false,
+            watch,
+            gpu_peak: None,
             _spill: spill,
         })
     }
@@ -239,9 +233,10 @@ impl<'a> Run<'a> {
             self.next = step + 1;
         }
         self.console.end();
+        self.gpu_peak = self.watch.take().and_then(|mut watch| watch.most());
         self.save_state()?;
         trace.finish().and_then(|mut w| w.flush()).map_err(TrainError::io(&self.folder.trace()))?;
-        crate::export::checkpoint(&self.model.decoder, &self.folder)?;
+        crate::export::checkpoint(&self.trained, &self.folder)?;
         let summary = self.summary()?;
         report::write(&self.folder, &self.report_inputs(&summary))?;
         self.console.summary(&summary, &self.folder);
@@ -282,7 +277,7 @@ impl<'a> Run<'a> {
         // In a fixed order: the same sum for every schedule.
         let loss = passes.losses.iter().sum();
         let zero = Instant::now();
-        self.model.gradients.zero();
+        self.trained.zero_gradients();
         let zero_grad = Seconds(zero.elapsed().as_secs_f64());
         let total = Seconds(start.elapsed().as_secs_f64());
 
@@ -322,7 +317,7 @@ impl<'a> Run<'a> {
             optimizer,
             zero_grad,
         };
-        let flops = self.model.decoder.spec().flops_per_token_6n() * tokens;
+        let flops = self.trained.spec().flops_per_token_6n() * tokens;
         StepMetrics {
             step,
             loss,
@@ -368,12 +363,13 @@ impl<'a> Run<'a> {
             predicted_step_s: self.chosen.verified.promise.step_s.get(),
             measured_step_s: measured,
             hbm_peak_bytes: peak(Tier::Hbm),
+            gpu_peak_bytes: self.gpu_peak,
             host_peak_bytes: peak(Tier::Host),
             nvme_peak_bytes: peak(Tier::Nvme),
             hbm_budget_bytes: self.chosen.budgets.hbm,
             counts: self.chosen.schedule.counts(),
             nvme_mode: store.nvme_mode().map_or_else(|| "none".into(), ToString::to_string),
-            weights_digest: digest(&self.model.decoder)?,
+            weights_digest: digest(&self.trained)?,
             interrupted: self.interrupted,
             run: self.folder.path().to_owned(),
         })
@@ -383,7 +379,7 @@ impl<'a> Run<'a> {
         report::Inputs {
             summary,
             settings: &self.settings,
-            spec: self.model.decoder.spec(),
+            spec: self.trained.spec(),
             schedule: &self.chosen.schedule,
             verified: &self.chosen.verified,
             problem: &self.problem,
@@ -395,9 +391,10 @@ impl<'a> Run<'a> {
     }
 }
 
-fn open_store(model: &HostModel, chosen: &Chosen, spill: &RunDir, args: &TrainArgs) -> Result<Store> {
+fn open_store(backend: &Backend, chosen: &Chosen, spill: &RunDir, args: &TrainArgs) -> Result<Store> {
     // What the plan needs are the budgets: the store refuses whatever the plan did not promise.
-    let mut options = model.model()?.store_options(&chosen.verified.plan, spill.path());
+    let mut options = backend.model()?.store_options(&chosen.verified.plan, spill.path());
+    options.device = backend.device();
     if let Some(nvme) = &mut options.nvme {
         nvme.debug_boundaries = args.debug_boundaries;
     }
@@ -405,157 +402,14 @@ fn open_store(model: &HostModel, chosen: &Chosen, spill: &RunDir, args: &TrainAr
     Ok(Store::open(options)?)
 }
 
-/// Goes back to the state that was saved last.
-fn load_newest(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<NvmeAdam> {
-    match lazy_optim_nvme::generations(dir)?.last() {
-        Some(newest) => {
-            let load = LoadOptions { replace: true, ..LoadOptions::default() };
-            Ok(NvmeAdam::load(&[&newest.path], dir, specs, adam, load)?)
-        }
-        None => Err(TrainError::Usage(format!(
-            "the run was stopped before the state in {} was first saved, so there is nothing to continue: start it again (with \
-             --durability step every step can be continued)",
-            dir.display()
-        ))),
-    }
-}
-
-/// Refuses a folder without room for state in RAM, which goes there when it is saved. What is at home there is reserved at once.
-fn check_save(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<()> {
-    if adam.host == Bytes::ZERO {
-        return Ok(());
-    }
-    let needed = NvmeAdam::bytes_on_disk(specs, &AdamOptions { host: Bytes::ZERO, ..adam.clone() })?;
-    let there = std::path::absolute(dir).map_err(TrainError::io(dir))?;
-    let there = there.ancestors().find(|folder| folder.exists()).unwrap_or(dir);
-    let stat = rustix::fs::statvfs(there).map_err(|e| TrainError::io(there)(e.into()))?;
-    let free = Bytes(stat.f_bavail.saturating_mul(stat.f_frsize));
-    if free < needed {
-        return Err(TrainError::Usage(format!(
-            "the optimizer's state takes {needed} on disk when it is saved, and {} has {free} free: free space, or choose another \
-             folder with --state-dir",
-            there.display()
-        )));
-    }
-    Ok(())
-}
-
-/// Opens the optimizer's state, from which the weights are rebuilt, or makes it of the first weights.
-fn open_state(
-    settings: &Settings,
-    folder: &RunFolder,
-    model: &HostModel,
-    adam: &AdamOptions,
-    new: Option<&InitialWeights>,
-    schedule: &Schedule,
-) -> Result<(NvmeAdam, Cursor)> {
-    let decoder = &model.decoder;
-    let specs = planning::optimized(model, settings);
-    let dir = &settings.state_dir.clone().unwrap_or_else(|| folder.state());
-    if let Some(initial) = new {
-        check_save(dir, &specs, adam)?;
-        let absent = !dir.exists();
-        let parameters = decoder.spec().parameters();
-        let mut failed = None;
-        let created = NvmeAdam::create(dir, &specs, adam, |parameter, first, values| {
-            let filled = initial
-                .fill(&parameters[parameter], first, values)
-                .and_then(|()| Ok(decoder.write_parameter(parameter, first, values)?));
-            if let Err(error) = filled {
-                failed.get_or_insert(error);
-            }
-        });
-        if created.is_err() && absent {
-            // Only what this run made, and only if nothing is in it.
-            let _ = std::fs::remove_dir(dir);
-        }
-        let optimizer = created.map_err(|e| match e {
-            OptimError::NoSpace { .. } if settings.durability == DurabilityChoice::Step => {
-                TrainError::Usage(format!("{e}; --durability checkpoint takes half of that"))
-            }
-            OptimError::Store(e) => TrainError::Usage(format!(
-                "optimizer state: {e}; name a writable folder for it with --state-dir, or another run folder with --out"
-            )),
-            e => e.into(),
-        })?;
-        let cursor = Cursor { next_step: 0, seed: settings.seed, shape_hash: schedule.shape_hash.clone() };
-        return failed.map_or(Ok((optimizer, cursor)), Err);
-    }
-    let mut optimizer = match NvmeAdam::open(dir, &specs, adam) {
-        Err(OptimError::NoStore { .. } | OptimError::Incomplete { .. }) if !folder.metrics().exists() => {
-            return Err(TrainError::Usage(format!(
-                "{} was stopped before its first state was written, so there is nothing to continue: remove it{}, and start \
-                 the run again",
-                folder.path().display(),
-                settings.state_dir.as_ref().map(|d| format!(" and {}", d.display())).unwrap_or_default()
-            )));
-        }
-        Err(OptimError::NotKept { dir, .. }) => load_newest(&dir, &specs, adam)?,
-        opened => opened?,
-    };
-    let mut failed = None;
-    optimizer.read_weights(&mut |parameter, first, values| {
-        if let Err(error) = decoder.write_parameter(parameter, first, values) {
-            failed.get_or_insert(error);
-        }
-    })?;
-    if let Some(error) = failed {
-        return Err(error.into());
-    }
-    let cursor = match optimizer.blob() {
-        [] => Cursor { next_step: 0, seed: settings.seed, shape_hash: schedule.shape_hash.clone() },
-        blob => serde_json::from_slice(blob).map_err(TrainError::json(dir))?,
-    };
-    if cursor.seed != settings.seed || cursor.shape_hash != schedule.shape_hash {
-        return Err(TrainError::Usage(format!(
-            "the state in {} belongs to another run (seed {} there, {} here)",
-            dir.display(),
-            cursor.seed,
-            settings.seed
-        )));
-    }
-    Ok((optimizer, cursor))
-}
-
 /// SHA-256 over the bytes of all weights in the order of their names.
-///
-/// # Errors
-/// When a weight cannot be read.
-pub fn digest(decoder: &Decoder) -> Result<String> {
-    let mut order: Vec<usize> = (0..decoder.parameters().len()).collect();
-    order.sort_by(|&a, &b| decoder.parameters()[a].0.cmp(&decoder.parameters()[b].0));
+fn digest(trained: &Trained) -> Result<String> {
+    let parameters = trained.spec().parameters();
+    let mut order: Vec<usize> = (0..parameters.len()).collect();
+    order.sort_by(|&a, &b| parameters[a].name.cmp(&parameters[b].name));
     let mut hasher = Sha256::new();
     for index in order {
-        decoder.read_parameter(index, |values| {
-            for value in values {
-                hasher.update(value.to_le_bytes());
-            }
-        })?;
+        hasher.update(trained.read(index)?);
     }
     Ok(hasher.finalize().iter().map(|b| format!("{b:02x}")).collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn state_in_ram_that_could_not_be_saved_is_refused_at_the_start() {
-        let dir = tempfile::tempdir().unwrap();
-        let adam = AdamOptions {
-            host: Bytes(u64::MAX),
-            durability: lazy_optim_nvme::Durability::Checkpoint,
-            bucket_elements: 1 << 45,
-            ..AdamOptions::default()
-        };
-        let absent = dir.path().join("run/state");
-        let error = check_save(&absent, &[ParamSpec::new("w", &[1 << 50])], &adam).unwrap_err().to_string();
-        assert!(
-            error.contains("takes 12583680") && error.contains("--state-dir") && !absent.exists(),
-            "{error}"
-        );
-        check_save(&absent, &[ParamSpec::new("w", &[10])], &adam).unwrap();
-        let on_drive = AdamOptions { host: Bytes::ZERO, ..adam };
-        check_save(&absent, &[ParamSpec::new("w", &[1 << 50])], &on_drive).unwrap();
-    }
 }

@@ -1,6 +1,7 @@
 //! Tests of the decoder on a GPU, in the program itself, so that they run where there is nothing else.
 
 mod plans;
+mod runs;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -38,6 +39,10 @@ const ALL: &[(&str, Test)] = &[
     ("bfloat16 without tensor cores beside float32, heads of 24", |b| rounded(b, BF16_24, 2, 40)),
     ("every plan gives the same bits after 20 steps", plans::same_bits),
     ("1000 steps with boundaries coming from RAM four ahead", plans::long_run),
+    ("runs: wherever state, update and activations are, the same weights", runs::same_weights),
+    ("runs: resumed, the same weights", runs::resumed),
+    ("runs: float32 beside the host device", runs::beside_the_host_device),
+    ("runs: what goes wrong is named", runs::refusals),
 ];
 
 /// Which tests to run, and where.

@@ -10,7 +10,10 @@ pub mod check;
 mod ends;
 mod kernels;
 mod layer;
+pub(crate) mod memory;
+pub(crate) mod nvml;
 mod places;
+pub mod probe;
 pub mod trial;
 
 use std::sync::Arc;
@@ -20,6 +23,7 @@ use lazy_model::{Bytes, ModelSpec};
 use lazy_runtime::{LayerError, Model, ModelOptions, Parameter, ParameterId};
 use lazy_store::cuda::Gpu;
 use lazy_store::{DeviceRange, StoreError};
+use serde::{Deserialize, Serialize};
 
 use crate::batch::Batch;
 use crate::decoder::{Geometry, IGNORED, check_spec};
@@ -67,11 +71,13 @@ pub enum CudaError {
 type Result<T> = std::result::Result<T, CudaError>;
 
 /// Type of the numbers in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Real {
-    /// float32.
+    /// float32
+    #[default]
     F32,
-    /// bfloat16.
+    /// bfloat16
     Bf16,
 }
 
@@ -159,6 +165,21 @@ impl CudaDecoder {
         let shared =
             Shared { kernels, blas: Blas::load(gpu, options.real)?, places, spec, geometry, options };
         Ok(CudaDecoder { gpu: gpu.clone(), shared: Arc::new(shared) })
+    }
+
+    /// The model's shape.
+    pub fn spec(&self) -> &ModelSpec {
+        &self.shared.spec
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// What it was made for.
+    pub fn options(&self) -> &CudaOptions {
+        &self.shared.options
     }
 
     /// The decoder as the executor takes it. A micro-batch's loss is its part of the mean over the tokens of all: their sum is the

@@ -9,8 +9,12 @@ use lazy_model::Seconds;
 use lazy_optim_nvme::{Gradient, Gradients, GroupOptions, StepInput, StepOutcome};
 use lazy_runtime::{Executor, RuntimeError, Step, StepReport};
 
-use super::{Cursor, GROUPS, Run};
+use super::state::Cursor;
+use super::{GROUPS, Run};
+use crate::backend::Trained;
 use crate::batch::Batch;
+use crate::cuda::memory::Mark;
+use crate::decoder::{Decoder, DecoderError};
 use crate::error::{Result, TrainError};
 use crate::settings::{DurabilityChoice, Settings};
 
@@ -29,8 +33,8 @@ pub(super) struct Finals {
 }
 
 enum Final {
-    /// That of a parameter.
-    One(usize),
+    /// That of a parameter; on a GPU, when its stream has come there.
+    One(usize, Option<Mark>),
     /// The passes have ended, and whether they did all.
     Ended(bool),
 }
@@ -56,16 +60,20 @@ impl Finals {
             return None;
         }
         let (send, receive) = channel();
-        let hook = send.clone();
-        executor.on_final_gradient(move |last| Ok(hook.send(Final::One(last.parameter.id.0))?));
+        let (hook, gpu) = (send.clone(), executor.store().gpu().cloned());
+        executor.on_final_gradient(move |last| {
+            let at = gpu.as_ref().zip(last.stream);
+            let mark = at.map(|(gpu, stream)| Mark::on(gpu, stream)).transpose()?;
+            Ok(hook.send(Final::One(last.parameter.id.0, mark))?)
+        });
         Some(Finals { send, receive })
     }
 }
 
 impl Run<'_> {
-    /// Runs the passes and the optimizer; the weights are the decoder's own, overwritten chunk by chunk.
+    /// Runs the passes and the optimizer; the weights are those that the passes use, overwritten chunk by chunk.
     pub(super) fn advance(&mut self, step: u64, inputs: Vec<Batch>, origin: Instant) -> Result<Advanced> {
-        let call = Step { seed: self.settings.seed, ..Step::with_inputs(step, inputs) };
+        let call = Step { seed: self.settings.seed, step, inputs: self.trained.inputs(inputs)? };
         let (groups, blob) = (self.groups(step), self.cursor(step + 1)?);
         let input = StepInput {
             groups: &groups,
@@ -111,47 +119,55 @@ impl Run<'_> {
     fn after_backward(&mut self, call: &Step, input: &StepInput<'_>) -> Result<Advanced> {
         let ran = self.executor.run(&mut self.program, call);
         let passes = self.passed(call.step, ran)?;
-        let gradients = self.model.gradients.read();
-        let views: Vec<_> = gradients.iter().map(|g| Some(Gradient::F32(g))).collect();
         let mut failed = None;
-        let decoder = &self.model.decoder;
-        let outcome = self.optimizer.step(&views, input, &mut |parameter, first, values| {
-            if let Err(error) = decoder.write_parameter(parameter, first, values) {
-                failed.get_or_insert(error);
+        let outcome = match &self.trained {
+            Trained::Host(model) => {
+                let gradients = model.gradients.read();
+                let views: Vec<_> = gradients.iter().map(|g| Some(Gradient::F32(g))).collect();
+                self.optimizer.step(&views, input, &mut write_to(&model.decoder, &mut failed))?
             }
-        })?;
+            Trained::Cuda { parameters, .. } => self.optimizer.step_into(
+                &parameters.gradients(),
+                input,
+                parameters.weights(),
+                &mut |_, _| {},
+            )?,
+        };
         let after = outcome.seconds.update + outcome.seconds.commit;
         failed.map_or(Ok(Advanced { passes, outcome, after }), |error| Err(error.into()))
     }
 
     fn beside_backward(&mut self, call: &Step, input: &StepInput<'_>) -> Result<Advanced> {
-        let Run { executor, program, optimizer, model, finals, .. } = self;
+        let Run { executor, program, optimizer, trained, finals, .. } = self;
         let Some(Finals { send, receive }) = finals else {
             return self.after_backward(call, input);
         };
-        let (gradients, decoder) = (&model.gradients, &model.decoder);
-        let count = decoder.parameters().len();
+        let count = trained.spec().parameters().len();
         // The views of the gradients that are final: the step reads them to its end.
         let views: Vec<OnceCell<Option<MutexGuard<'_, Vec<f32>>>>> =
             (0..count).map(|_| OnceCell::new()).collect();
-        let (mut done, mut ended) = (vec![false; count], false);
+        let (mut done, mut ended): (Vec<Option<Option<Mark>>>, _) =
+            ((0..count).map(|_| None).collect(), false);
         let mut wait = |parameter: usize| {
-            while !(ended || done[parameter]) {
+            while !ended && done[parameter].is_none() {
                 match receive.recv()? {
-                    Final::One(last) => done[last] = true,
+                    Final::One(last, mark) => done[last] = Some(mark),
                     Final::Ended(true) => ended = true,
                     Final::Ended(false) => return Err("the passes have failed".into()),
                 }
             }
-            let view = views[parameter].get_or_init(|| gradients.view(parameter));
-            Ok(view.as_ref().map(|view| Gradient::F32(view)))
+            if let Some(Some(mark)) = &done[parameter] {
+                mark.wait()?;
+            }
+            Ok(match &*trained {
+                Trained::Host(model) => {
+                    let view = views[parameter].get_or_init(|| model.gradients.view(parameter));
+                    view.as_ref().map(|view| Gradient::F32(view))
+                }
+                Trained::Cuda { parameters, .. } => Some(parameters.gradient(parameter)),
+            })
         };
         let mut failed = None;
-        let mut write = |parameter: usize, first: usize, values: &[f32]| {
-            if let Err(error) = decoder.write_parameter(parameter, first, values) {
-                failed.get_or_insert(error);
-            }
-        };
         let mut ending = Ending { send: send.clone(), whole: false };
         let (ran, outcome) = std::thread::scope(|scope| {
             let ran = scope.spawn(move || {
@@ -160,7 +176,15 @@ impl Run<'_> {
                 drop(ending);
                 (ran, Instant::now())
             });
-            let outcome = optimizer.step(Gradients::Awaited(&mut wait), input, &mut write);
+            let awaited = Gradients::Awaited(&mut wait);
+            let outcome = match &*trained {
+                Trained::Host(model) => {
+                    optimizer.step(awaited, input, &mut write_to(&model.decoder, &mut failed))
+                }
+                Trained::Cuda { parameters, .. } => {
+                    optimizer.step_into(awaited, input, parameters.weights(), &mut |_, _| {})
+                }
+            };
             (ran.join(), outcome)
         });
         let updated = Instant::now();
@@ -172,5 +196,17 @@ impl Run<'_> {
         let after = Seconds(updated.saturating_duration_since(ended).as_secs_f64());
         let advanced = Advanced { passes, outcome: outcome?, after };
         failed.map_or(Ok(advanced), |error| Err(error.into()))
+    }
+}
+
+/// Overwrites the weights of a decoder on the host device; the first failure is kept.
+fn write_to<'a>(
+    decoder: &'a Decoder,
+    failed: &'a mut Option<DecoderError>,
+) -> impl FnMut(usize, usize, &[f32]) + 'a {
+    move |parameter, first, values| {
+        if let Err(error) = decoder.write_parameter(parameter, first, values) {
+            failed.get_or_insert(error);
+        }
     }
 }

@@ -5,9 +5,9 @@
 
 #![allow(clippy::print_stdout, reason = "prints its rows")]
 
-mod measure;
 mod peer;
 mod plans;
+mod training;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -26,7 +26,7 @@ use crate::plans::{Measured, Plan, Planner};
 /// Steps of a Qwen3-shaped decoder on a GPU under several plans, beside PyTorch
 #[derive(Parser)]
 struct Args {
-    /// Shape: qwen3-0.6b, qwen3-1.7b, qwen3-4b or qwen3-8b
+    /// Shape: qwen3-0.6b, 1.7b, 4b, 8b, 14b or 32b; heads are tied up to 4b
     #[arg(long, default_value = "qwen3-4b")]
     shape: String,
     /// Rows
@@ -44,9 +44,12 @@ struct Args {
     /// Host RAM for boundaries
     #[arg(long, value_name = "GIB", default_value_t = 16.0)]
     host_gib: f64,
-    /// Leave out the plans that are not solved: all boundaries in host RAM, all on NVMe, weights streamed
-    #[arg(long)]
-    solved_only: bool,
+    /// Which rows: `resident` and `checkpoint`, on which others are measured, are always there
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "solved,host,nvme,streamed")]
+    rows: Vec<Rows>,
+    /// Where the optimizer's state lives in the rows `train`
+    #[command(flatten)]
+    state: training::StateArgs,
     /// Folder for spill files
     #[arg(long, default_value = ".")]
     dir: PathBuf,
@@ -61,16 +64,33 @@ struct Args {
     probe: Option<PathBuf>,
 }
 
+/// A group of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Rows {
+    /// Plans solved for the caps
+    Solved,
+    /// All boundaries in host RAM
+    Host,
+    /// All boundaries on NVMe
+    Nvme,
+    /// Weights streamed from host RAM
+    Streamed,
+    /// Steps of the trainer, its optimizer's state and all: nothing else is measured then
+    Train,
+}
+
 /// Hidden, layers, intermediate, heads, heads of keys, head_dim; and the size of the vocabulary they share.
-const SHAPES: [(&str, [usize; 6]); 4] = [
+const SHAPES: [(&str, [usize; 6]); 6] = [
     ("qwen3-0.6b", [1024, 28, 3072, 16, 8, 128]),
     ("qwen3-1.7b", [2048, 28, 6144, 16, 8, 128]),
     ("qwen3-4b", [2560, 36, 9728, 32, 8, 128]),
     ("qwen3-8b", [4096, 36, 12288, 32, 8, 128]),
+    ("qwen3-14b", [5120, 40, 17408, 40, 8, 128]),
+    ("qwen3-32b", [5120, 64, 25600, 64, 8, 128]),
 ];
 const VOCABULARY: usize = 151_936;
 
-fn spec(shape: &str) -> Result<ModelSpec, BoxError> {
+fn config(shape: &str) -> Result<String, BoxError> {
     let names = || SHAPES.map(|(name, _)| name).join(", ");
     let known = SHAPES.iter().find(|(name, _)| *name == shape);
     let [hidden, layers, intermediate, heads, kv_heads, head_dim] =
@@ -78,10 +98,10 @@ fn spec(shape: &str) -> Result<ModelSpec, BoxError> {
     let config = json!({
         "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": VOCABULARY,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": true, "attention_bias": false,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": hidden < 4096, "attention_bias": false,
         "max_position_embeddings": 40960, "hidden_act": "silu",
     });
-    Ok(ModelSpec::from_json(&config.to_string())?)
+    Ok(config.to_string())
 }
 
 fn main() -> Result<(), BoxError> {
@@ -95,14 +115,16 @@ fn main() -> Result<(), BoxError> {
         model: ModelOptions::default(),
         poison: false,
     };
-    let planner =
-        Planner { gpu, spec: spec(&args.shape)?, options, dir: args.dir.clone(), steps: args.steps };
+    let spec = ModelSpec::from_json(&config(&args.shape)?)?;
+    let planner = Planner { gpu, spec, options, dir: args.dir.clone(), steps: args.steps };
     if let Some(file) = &args.probe {
-        std::fs::write(file, measure::profile(&planner)?.to_json())?;
+        std::fs::write(file, plans::profile(&planner)?.to_json())?;
         return Ok(());
     }
-    let profile = probed(&args)?;
-    let rows = rows(&args, &planner, &profile)?;
+    let rows = match args.rows.contains(&Rows::Train) {
+        true => training::rows(&args)?,
+        false => rows(&args, &planner, &probed(&args)?)?,
+    };
     println!("{}", serde_json::to_string_pretty(&rows)?);
     Ok(())
 }
@@ -163,7 +185,8 @@ fn rows(args: &Args, planner: &Planner, profile: &HardwareProfile) -> Result<Vec
     rows.push(row("resident", speed(&resident), beside("resident"), Some((1.0, false))));
     rows.push(row("checkpoint every layer", speed(&checkpoint), beside("ckpt"), None));
     let mut all = vec![resident, checkpoint];
-    for &cap in &args.caps {
+    let solved = args.rows.contains(&Rows::Solved);
+    for &cap in args.caps.iter().filter(|_| solved) {
         let auto = run(Plan::Solved { hbm: gibibytes(cap), host: gibibytes(args.host_gib) })?;
         let name = format!("solved at {cap} GiB");
         let slower = ("resident", all[0].step.get());
@@ -194,8 +217,8 @@ fn rows(args: &Args, planner: &Planner, profile: &HardwareProfile) -> Result<Vec
         }
         all.push(auto);
     }
-    if !args.solved_only {
-        for plan in [Plan::Host, Plan::Nvme] {
+    for (rows_of, plan) in [(Rows::Host, Plan::Host), (Rows::Nvme, Plan::Nvme)] {
+        if args.rows.contains(&rows_of) {
             let forced = run(plan)?;
             let compute = all[1].step.get();
             let bound = compute.max(forced.link.get());
@@ -215,6 +238,8 @@ fn rows(args: &Args, planner: &Planner, profile: &HardwareProfile) -> Result<Vec
             ));
             all.push(forced);
         }
+    }
+    if args.rows.contains(&Rows::Streamed) {
         let streamed = run(Plan::Streamed)?;
         let against = ("checkpoint, weights resident", all[1].step.get());
         rows.push(row(

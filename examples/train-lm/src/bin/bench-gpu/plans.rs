@@ -2,14 +2,15 @@
 
 use std::path::PathBuf;
 
-use lazy_model::{Bytes, HardwareProfile, Lane, ModelSpec, Schedule, Seconds, StepProblem, TierBytes};
+use lazy_model::{Bytes, HardwareProfile, Lane, ModelSpec, Schedule, Seconds, StepProblem, TierBytes, Tiers};
 use lazy_runtime::{Model, ModelOptions};
 use lazy_solver::step::{StepOptions, solve_step};
-use lazy_store::BoxError;
 use lazy_store::cuda::Gpu;
+use lazy_store::{BoxError, DeviceChoice, LinkLimits};
+use train_lm::cuda::probe::{Pool, ids, layer_times};
 use train_lm::cuda::trial::Trial;
 use train_lm::cuda::{CudaDecoder, CudaOptions};
-use train_lm::probe::median;
+use train_lm::probe::{link_rates, median, timestamp, workload_name};
 
 use crate::spill;
 
@@ -81,38 +82,25 @@ impl Measured {
     }
 }
 
-/// Ids that look like text: some often, most seldom.
-pub(crate) fn ids(tokens: usize, vocabulary: usize) -> Vec<u32> {
-    (0..tokens).map(|i| ((i * 7919 + i * i % 977) % vocabulary) as u32).collect()
-}
-
-/// Weights cut from one pool of random numbers.
-pub(crate) struct Pool(Vec<u8>);
-
-impl Pool {
-    pub(crate) fn new() -> Pool {
-        let values: Vec<f32> = (0..(1u64 << 22))
-            .map(|i| {
-                let word = i.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-                let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-                0.07 * ((word >> 40) as f32 / (1 << 24) as f32 - 0.5)
-            })
-            .collect();
-        Pool(train_lm::cuda::trial::bytes_of(train_lm::cuda::Real::Bf16, &values))
-    }
-
-    pub(crate) fn parameter(&self, shape: &[usize]) -> Vec<u8> {
-        let elements: usize = shape.iter().product();
-        if shape.len() == 1 {
-            return train_lm::cuda::trial::bytes_of(train_lm::cuda::Real::Bf16, &vec![1.0; elements]);
-        }
-        let mut bytes = Vec::with_capacity(2 * elements);
-        while bytes.len() < 2 * elements {
-            let left = 2 * elements - bytes.len();
-            bytes.extend_from_slice(&self.0[..left.min(self.0.len())]);
-        }
-        bytes
-    }
+/// The profile of this machine for the planner's model and shape.
+pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
+    let when = timestamp();
+    let dir = spill(&planner.dir);
+    std::fs::create_dir_all(&dir)?;
+    let decoder = CudaDecoder::new(&planner.gpu, planner.spec.clone(), planner.options)?;
+    let times = layer_times(&decoder, &dir)?;
+    let workload = workload_name(&planner.spec, planner.options.shape);
+    let device = DeviceChoice::Cuda { ordinal: 0 };
+    let boundary = decoder.model()?.sizes().boundary[0];
+    Ok(HardwareProfile {
+        name: planner.gpu.name().into(),
+        tiers: Tiers::default(),
+        links: link_rates(boundary, device, &dir, LinkLimits::default(), &when)?,
+        drives: None,
+        compute: None,
+        times: Some(times.medians(workload, planner.spec.layers(), "steps of the decoder", &when)),
+        optimizer_elements_per_s: None,
+    })
 }
 
 impl Planner {
@@ -173,7 +161,7 @@ impl Planner {
         let promised = open.verify(&schedule)?.promise;
         let counts = schedule.counts();
         drop(model);
-        let (dir, pool) = (spill(&self.dir), Pool::new());
+        let (dir, pool) = (spill(&self.dir), Pool::new(options.real));
         std::fs::create_dir_all(&dir)?;
         let mut trial = Trial::open(
             &self.gpu,

@@ -1,0 +1,159 @@
+//! Times of a decoder's layers on a GPU, and a parameter for trial steps of an optimizer. One of the few modules with `unsafe`: such a
+//! parameter is named by its address.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DriverError};
+use lazy_model::Schedule;
+use lazy_model::step::Work;
+use lazy_optim_nvme::{DeviceSlice, Gradient, NvmeAdam, StepInput, StepOutcome, WeightsOut};
+use lazy_runtime::{Program, StepReport};
+use lazy_store::StoreError;
+
+use super::trial::{Trial, bytes_of};
+use super::{CudaDecoder, CudaError, CudaOptions, Real};
+use crate::error::{Result, TrainError};
+use crate::probe::Times;
+use crate::stop;
+
+/// Steps after one that warms up.
+const STEPS: u64 = 3;
+/// Layers that keep their internals, so that both kinds of forward are seen: few, so that a large model fits.
+const KEPT: usize = 4;
+/// Most elements of a trial parameter.
+const TRIAL_ELEMENTS: usize = 64 << 20;
+
+/// Adds the times of a step's tasks.
+fn add(times: &mut Times, program: &Program, report: &StepReport) {
+    for (task, span) in program.plan().tasks().zip(&report.timeline.spans) {
+        let list = match task.work {
+            Work::Prologue => &mut times.prologue,
+            Work::Forward { keep: false, .. } => &mut times.forward,
+            Work::Forward { keep: true, .. } => &mut times.saving,
+            Work::Backward(_) => &mut times.backward,
+            Work::Epilogue => &mut times.epilogue,
+            Work::PrologueBackward => &mut times.prologue_backward,
+            Work::Recompute { save: true, .. } => &mut times.internals,
+            Work::Recompute { save: false, .. } | Work::Copy => continue,
+        };
+        list.push(span.duration().get() * 1e3);
+    }
+}
+
+/// Times of steps of the decoder, on weights and tokens made up. What goes to a file lies in `spill`.
+///
+/// # Errors
+/// When the GPU has no room for a step that keeps little, and when a step fails.
+pub fn layer_times(decoder: &CudaDecoder, spill: &Path) -> Result<Times> {
+    let spec = decoder.spec();
+    // Whatever the steps of the run are, one micro-batch shows all.
+    let mut options = CudaOptions { dropout: decoder.options().dropout, ..*decoder.options() };
+    options.model.micro_batches = 1;
+    let choose = |model: &lazy_runtime::Model| {
+        let mut schedule = Schedule::named("probe", &model.sizes().boundary, false);
+        let apart = (spec.layers() / KEPT).max(1);
+        schedule.keep.iter_mut().step_by(apart).for_each(|keep| *keep = true);
+        Ok(schedule)
+    };
+    let pool = Pool::new(options.real);
+    let mut trial =
+        Trial::open(decoder.gpu(), spec, options, spill, choose, |_, shape| pool.parameter(shape))
+            .map_err(TrainError::Layer)?;
+    let batch = vec![ids(options.shape.tokens(), spec.vocab)];
+    let mut times = Times::default();
+    for step in 0..=STEPS {
+        stop::check()?;
+        let report = trial.step(step, &batch).map_err(TrainError::Layer)?;
+        if step > 0 {
+            add(&mut times, &trial.program, &report);
+        }
+    }
+    Ok(times)
+}
+
+/// Ids that look like text: some often, most seldom.
+pub fn ids(tokens: usize, vocabulary: usize) -> Vec<u32> {
+    (0..tokens).map(|i| ((i * 7919 + i * i % 977) % vocabulary) as u32).collect()
+}
+
+/// So many bytes of what is repeated.
+fn repeated(part: &[u8], bytes: usize) -> Vec<u8> {
+    let mut all = Vec::with_capacity(bytes);
+    while all.len() < bytes {
+        all.extend_from_slice(&part[..part.len().min(bytes - all.len())]);
+    }
+    all
+}
+
+/// Weights cut from one pool of random numbers.
+pub struct Pool {
+    real: Real,
+    bytes: Vec<u8>,
+}
+
+impl Pool {
+    /// Of this type.
+    pub fn new(real: Real) -> Pool {
+        let stream = crate::random::Stream::keyed(&[0]);
+        let values: Vec<f32> = (0..1 << 22).map(|i| 0.07 * (stream.uniform(i) as f32 - 0.5)).collect();
+        Pool { real, bytes: bytes_of(real, &values) }
+    }
+
+    /// The bytes of a parameter: ones for a vector.
+    pub fn parameter(&self, shape: &[usize]) -> Vec<u8> {
+        let elements: usize = shape.iter().product();
+        if shape.len() == 1 {
+            return bytes_of(self.real, &vec![1.0; elements]);
+        }
+        repeated(&self.bytes, elements * self.real.bytes())
+    }
+}
+
+/// Gradient and weights of one parameter in the memory of the GPU.
+pub(crate) struct TrialParameter {
+    stream: Arc<CudaStream>,
+    options: CudaOptions,
+    elements: usize,
+    gradient: CudaSlice<u8>,
+    weights: CudaSlice<u8>,
+}
+
+impl TrialParameter {
+    /// Of `elements`, or as many as tell the rate.
+    pub(crate) fn new(decoder: &CudaDecoder, elements: usize) -> Result<TrialParameter> {
+        let failed = |e: DriverError| {
+            CudaError::from(StoreError::Cuda { what: "make a trial parameter", reason: e.to_string() })
+        };
+        let (elements, options) = (elements.min(TRIAL_ELEMENTS), *decoder.options());
+        let stream = decoder.gpu().context().default_stream();
+        // A small value in float32 and in bfloat16.
+        let all =
+            repeated(&bytes_of(options.gradients, &[1e-3; 1 << 16]), elements * options.gradients.bytes());
+        let gradient = stream.clone_htod(&all).map_err(failed)?;
+        let weights = stream.alloc_zeros(elements * options.real.bytes()).map_err(failed)?;
+        stream.synchronize().map_err(failed)?;
+        Ok(TrialParameter { stream, options, elements, gradient, weights })
+    }
+
+    pub(crate) fn elements(&self) -> usize {
+        self.elements
+    }
+
+    /// A step of the optimizer.
+    pub(crate) fn step(&self, adam: &mut NvmeAdam, input: &StepInput<'_>) -> Result<StepOutcome> {
+        let slice = |memory: &CudaSlice<u8>, real| {
+            let (address, _) = memory.device_ptr(&self.stream);
+            // SAFETY: memory of so many numbers, held by `self`, whose last use has been waited for.
+            unsafe {
+                match real {
+                    Real::F32 => DeviceSlice::f32(address, self.elements),
+                    Real::Bf16 => DeviceSlice::bf16(address, self.elements),
+                }
+            }
+        };
+        let gradient = Gradient::Device(slice(&self.gradient, self.options.gradients));
+        let weights = WeightsOut::Device(slice(&self.weights, self.options.real));
+        Ok(adam.step_into(&[Some(gradient)], input, vec![Some(weights)], &mut |_, _| {})?)
+    }
+}
