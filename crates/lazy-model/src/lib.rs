@@ -112,8 +112,8 @@ pub use evaluate::{Evaluation, ExposedMs, Pool, Violation, evaluate};
 pub use hardware::{Compute, Drive, Drives, HardwareProfile, Links, Marked, Source, StepTimes, Tiers};
 pub use keep::{HbmPeak, Keep, Position, evaluate_keep};
 pub use layers::{
-    AttentionKernel, LayerWorkspace, LossBytes, MomentFormat, Parameter, SavedTensor, Saving, Sharding,
-    StateBytes, StateFormat, Workload,
+    AttentionKernel, FusedBytes, FusedKernels, LayerWorkspace, LossBytes, MomentFormat, Parameter,
+    SavedTensor, Saving, Sharding, StateBytes, StateFormat, Workload,
 };
 pub use load::LinkLoad;
 pub use observe::Observations;

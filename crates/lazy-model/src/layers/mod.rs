@@ -4,6 +4,7 @@
 //! activation element, `N` layers. Of softmax attention: `q = heads * head_dim`, `k = kv_heads * head_dim`. Of a dense MLP: `m`
 //! intermediate.
 
+mod fused;
 mod parameters;
 mod sizer;
 mod sizes;
@@ -11,6 +12,7 @@ mod state;
 mod work;
 mod workspace;
 
+pub use self::fused::{FusedBytes, FusedKernels};
 pub(crate) use self::parameters::EXPERT;
 pub use self::parameters::Parameter;
 pub use self::sizes::{LossBytes, SavedTensor};

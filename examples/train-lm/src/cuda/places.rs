@@ -291,10 +291,11 @@ pub(super) fn rows_of(tensor: DeviceRange, first: usize, rows: usize, bytes: usi
 mod tests {
     use super::*;
     use crate::model::Shape;
-    use lazy_model::{LayerIndex, ModelSpec, Saving, Workload};
+    use lazy_model::{FusedBytes, FusedKernels, LayerIndex, ModelSpec, Saving, Workload};
     use lazy_runtime::ModelOptions;
 
     const ADDRESS: u64 = 1 << 20;
+    const CONFIG: &str = include_str!("../../tests/data/decoder/qwen3-untied/config.json");
 
     fn places(
         real: Real,
@@ -362,7 +363,6 @@ mod tests {
 
     #[test]
     fn what_is_saved_is_what_the_planner_counts() {
-        const CONFIG: &str = include_str!("../../tests/data/decoder/qwen3-untied/config.json");
         let spec = ModelSpec::from_json(CONFIG).unwrap();
         // Where tensors are whole numbers of aligned parts; else less than one more for each of seven.
         for (real, seq) in [(Real::F32, 128), (Real::Bf16, 128)] {
@@ -379,6 +379,40 @@ mod tests {
         // Qwen3-4B at 16 x 1024: (2 x 4096 + 2 x 1024 + 2560 + 2 x 9728) bfloat16 numbers and 32 float32 a token.
         let places = places_of(Real::Bf16, 0.0, [2560, 9728, 32, 8, 128], Shape { batch: 16, seq: 1024 });
         assert_eq!(places.internals_bytes(), Bytes(16 * 1024 * (32_256 * 2 + 32 * 4)));
+    }
+
+    #[test]
+    fn what_is_declared_is_what_the_planner_counts() {
+        for places in all() {
+            let g = &places.geometry;
+            let mut config: serde_json::Value = serde_json::from_str(CONFIG).unwrap();
+            for (key, value) in [
+                ("hidden_size", g.hidden),
+                ("intermediate_size", g.intermediate),
+                ("num_attention_heads", g.heads),
+                ("num_key_value_heads", g.kv_heads),
+                ("head_dim", g.head_dim),
+                ("vocab_size", places.vocab),
+            ] {
+                config[key] = value.into();
+            }
+            let spec = ModelSpec::from_json(&config.to_string()).unwrap();
+            let work = Workload::new(3, 33, places.real.bytes()).unwrap();
+            let kernels = FusedKernels {
+                alignment: ALIGNMENT,
+                product: Bytes(BLAS_BYTES),
+                partial_sums: u64::from(PARTS),
+                loss_tokens: LOSS_TOKENS as u64,
+                dropout: places.dropout,
+            };
+            let declared = FusedBytes {
+                internals: places.internals_bytes(),
+                forward: places.forward_bytes(),
+                backward: places.backward_bytes(),
+                loss: places.loss_bytes(),
+            };
+            assert_eq!(spec.fused_bytes(LayerIndex(0), &work, &kernels), Some(declared));
+        }
     }
 
     #[test]
