@@ -1,7 +1,8 @@
 //! Why a chain or a step has no plan, and what would help.
 
+use std::cell::Cell;
 use std::fmt;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lazy_model::{Bytes, CostChain, Pool, Seconds, StepProblem, Tier, TierBytes};
 
@@ -15,6 +16,8 @@ use crate::step::{StepFailure, StepOptions, solve_step};
 
 /// Steps above what was refused at which larger sizes of a tier are tried first.
 const FIRST_PROBE: u64 = 64;
+/// A search that ends so near its deadline may have been cut short.
+const A_MOMENT: Duration = Duration::from_millis(50);
 /// In less no step is planned (s).
 const SHORTEST_S: f64 = 0.01;
 
@@ -27,6 +30,8 @@ pub struct Raise {
     pub budget: Bytes,
     /// The least that suffices.
     pub smallest: Bytes,
+    /// Whether less is known not to suffice; otherwise time ended the search, and a smaller size might do.
+    pub least: bool,
 }
 
 /// A change that makes an infeasible chain or step feasible, everything else left as it is.
@@ -34,14 +39,7 @@ pub struct Raise {
 #[non_exhaustive]
 pub enum Remedy {
     /// A larger budget.
-    Budget {
-        /// The tier.
-        tier: Tier,
-        /// What it is.
-        budget: Bytes,
-        /// The least that suffices.
-        smallest: Bytes,
-    },
+    Budget(Raise),
     /// Larger budgets of several tiers at once, where none alone suffices: none of them can be smaller beside the others.
     Budgets(Vec<Raise>),
     /// A higher `hbm_cap_bytes`.
@@ -79,18 +77,19 @@ fn rounded_up(size: Bytes) -> String {
 
 impl fmt::Display for Raise {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Raise { tier, budget, smallest } = self;
+        let Raise { tier, budget, smallest, least } = self;
         let (to, bytes) = (rounded_up(*smallest), smallest.get());
-        write!(f, "the {tier} budget from {budget} to at least {to} ({bytes} bytes)")
+        if *least {
+            return write!(f, "the {tier} budget from {budget} to at least {to} ({bytes} bytes)");
+        }
+        write!(f, "the {tier} budget from {budget} to {to} ({bytes} bytes), and less might do")
     }
 }
 
 impl fmt::Display for Remedy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            &Remedy::Budget { tier, budget, smallest } => {
-                write!(f, "raise {}", Raise { tier, budget, smallest })
-            }
+            Remedy::Budget(raise) => write!(f, "raise {raise}"),
             Remedy::Budgets(raises) => {
                 let each: Vec<String> = raises.iter().map(Raise::to_string).collect();
                 write!(f, "raise {}", each.join(" and "))
@@ -135,8 +134,8 @@ pub fn explain(chain: &CostChain, options: &SolveOptions) -> Result<Vec<Remedy>,
         (Tier::Host, chain.cpu_budget_bytes),
         (Tier::Nvme, chain.nvme_budget_bytes),
     ] {
-        if let Some(smallest) = least_bytes(chain, tier, deadline).filter(|s| *s > budget) {
-            remedies.push(Remedy::Budget { tier, budget, smallest });
+        if let Some((smallest, least)) = least_bytes(chain, tier, deadline).filter(|s| s.0 > budget) {
+            remedies.push(Remedy::Budget(Raise { tier, budget, smallest, least }));
         }
     }
     let limit = chain.max_segment_layers;
@@ -160,14 +159,19 @@ fn silent_links(chain: &CostChain) -> Vec<Remedy> {
     .collect()
 }
 
-/// The fewest bytes in `tier` with which some placement keeps all other rules.
-fn least_bytes(chain: &CostChain, tier: Tier, deadline: Option<Instant>) -> Option<Bytes> {
+/// The fewest bytes in `tier` with which some placement keeps all other rules, and whether that is proven.
+fn least_bytes(chain: &CostChain, tier: Tier, deadline: Option<Instant>) -> Option<(Bytes, bool)> {
     if chain.hbm_cap_bytes.is_some() {
         // Its HBM is the cap; the budget of boundaries alone rarely binds beside it.
-        return if tier == Tier::Hbm { None } else { keep::least_bytes(chain, tier, deadline) };
+        let least = if tier == Tier::Hbm { None } else { keep::least_bytes(chain, tier, deadline) };
+        return least.map(|least| (least, true));
     }
     match search(chain, Goal::BytesIn(tier), deadline) {
-        Found::Plan(plan) => Some(plan.evaluation.bytes.get(tier)),
+        Found::Plan(plan) => {
+            // Only the deadline ends a search with a plan before it is proven.
+            let late = deadline.is_some_and(|deadline| Instant::now() + A_MOMENT >= deadline);
+            Some((plan.evaluation.bytes.get(tier), !late))
+        }
         _ => None,
     }
 }
@@ -176,7 +180,7 @@ fn feasible(chain: &CostChain, deadline: Option<Instant>) -> bool {
     if chain.hbm_cap_bytes.is_some() {
         return keep::feasible(chain, deadline) == Some(true);
     }
-    least_bytes(chain, Tier::Hbm, deadline).is_some_and(|bytes| bytes <= chain.gpu_budget_bytes)
+    least_bytes(chain, Tier::Hbm, deadline).is_some_and(|(bytes, _)| bytes <= chain.gpu_budget_bytes)
 }
 
 /// The smallest block limit above the chain's own that suffices, by bisection: a longer limit allows all that a shorter one does.
@@ -217,6 +221,12 @@ pub fn explain_step(problem: &StepProblem, options: &StepOptions<'_>) -> Vec<Rem
         }
     }
     vec![]
+}
+
+/// Whether a step has a plan under its caps. `None` where nobody can tell within the time limit.
+pub fn has_plan(problem: &StepProblem, options: &StepOptions<'_>) -> Option<bool> {
+    let search = Search::new(problem, options);
+    search.enough(problem.budgets, search.until(1))
 }
 
 /// The search for caps that suffice.
@@ -304,22 +314,28 @@ impl<'a> Search<'a> {
             let half = share.map(|share| (now + share) / 2.0);
             let most = least + self.everything;
             let by_rule = smallest(least, most, self.step, |cap| self.enough_by_rule(with(cap), half));
+            // A plan by rule is a plan, but what no rule finds others may.
+            let by_rule = by_rule.map(|(size, _)| size);
             let enough = |cap: Bytes| self.enough(with(cap), share);
             // That all caps as they are do not suffice is why this was asked.
             let asked = tiers.len() > 1 || least > budget;
-            let smallest = match asked && enough(least) == Some(true) {
-                true => least,
-                false => smallest(least, by_rule.unwrap_or(most), self.step, enough).or(by_rule)?,
+            let (smallest, least) = match asked.then(|| enough(least)) {
+                Some(Some(true)) => (least, true),
+                at_least => {
+                    let (size, known) = smallest(least, by_rule.unwrap_or(most), self.step, enough)
+                        .or_else(|| Some((by_rule?, false)))?;
+                    (size, known && at_least != Some(None))
+                }
             };
             *budgets.get_mut(tier) = smallest;
             if smallest > budget {
-                raises.push(Raise { tier, budget, smallest });
+                raises.push(Raise { tier, budget, smallest, least });
             }
         }
         match raises.as_slice() {
             [] => None,
             // Alone it was not decided in time.
-            &[Raise { tier, budget, smallest }] => Some(Remedy::Budget { tier, budget, smallest }),
+            [alone] => Some(Remedy::Budget(*alone)),
             _ => Some(Remedy::Budgets(raises)),
         }
     }
@@ -332,11 +348,22 @@ fn floor(problem: &StepProblem, tier: Tier) -> Bytes {
 }
 
 /// The smallest size, to within `step`, from which on `enough` holds, given that it does not hold at `low`. `None` where it does not
-/// even hold at `high`, or nobody could tell; where nobody can tell later on, the least known to be enough.
-fn smallest(low: Bytes, high: Bytes, step: Bytes, enough: impl Fn(Bytes) -> Option<bool>) -> Option<Bytes> {
+/// even hold at `high`, or nobody could tell; where nobody can tell later on, the least known to be enough, and false.
+fn smallest(
+    low: Bytes,
+    high: Bytes,
+    step: Bytes,
+    enough: impl Fn(Bytes) -> Option<bool>,
+) -> Option<(Bytes, bool)> {
     if !enough(high)? {
         return None;
     }
+    let known = Cell::new(true);
+    let enough = |size: Bytes| {
+        let told = enough(size);
+        known.set(known.get() && told.is_some());
+        told
+    };
     let (mut short, mut sufficient) = (low, high);
     // Mostly little is missing, and where the time ends the search, a size near that should be known.
     let mut more = step * FIRST_PROBE;
@@ -356,7 +383,7 @@ fn smallest(low: Bytes, high: Bytes, step: Bytes, enough: impl Fn(Bytes) -> Opti
             short = middle;
         }
     }
-    Some(sufficient)
+    Some((sufficient, known.get()))
 }
 
 #[cfg(test)]
@@ -366,10 +393,10 @@ mod tests {
     #[test]
     fn the_smallest_size_is_found_or_the_least_that_was_seen_to_do() {
         let from = |least: u64| move |size: Bytes| Some(size.get() >= least);
-        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), from(137)), Some(Bytes(137)));
+        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), from(137)), Some((Bytes(137), true)));
         assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), from(2000)), None);
         let patient = |size: Bytes| (size.get() > 400).then_some(true);
-        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), patient), Some(Bytes(401)));
+        assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), patient), Some((Bytes(401), false)));
         assert_eq!(smallest(Bytes(10), Bytes(1000), Bytes(1), |_| None), None);
     }
 }

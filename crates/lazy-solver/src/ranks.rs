@@ -89,18 +89,13 @@ pub fn solve_ranks(
 /// [`explain_step`] for ranks that share a host: what is named of host RAM and NVMe is the whole host's, of HBM each rank's.
 pub fn explain_ranks(host: &StepProblem, ranks: usize, options: &StepOptions<'_>) -> Vec<Remedy> {
     let n = ranks.max(1) as u64;
-    let of_host = |tier: Tier, budget: Bytes, smallest: Bytes| match tier {
-        Tier::Hbm => Raise { tier, budget, smallest },
-        _ => Raise { tier, budget: host.budgets.get(tier), smallest: smallest * n },
+    let of_host = |raise: Raise| match raise.tier {
+        Tier::Hbm => raise,
+        tier => Raise { budget: host.budgets.get(tier), smallest: raise.smallest * n, ..raise },
     };
     let whole = |remedy| match remedy {
-        Remedy::Budget { tier, budget, smallest } => {
-            let Raise { tier, budget, smallest } = of_host(tier, budget, smallest);
-            Remedy::Budget { tier, budget, smallest }
-        }
-        Remedy::Budgets(raises) => {
-            Remedy::Budgets(raises.into_iter().map(|r| of_host(r.tier, r.budget, r.smallest)).collect())
-        }
+        Remedy::Budget(raise) => Remedy::Budget(of_host(raise)),
+        Remedy::Budgets(raises) => Remedy::Budgets(raises.into_iter().map(of_host).collect()),
         other => other,
     };
     explain_step(&share(host, ranks), options).into_iter().map(whole).collect()

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use lazy_model::{Bytes, CostChain, Seconds, Tier, evaluate};
 use lazy_solver::{
-    Method, Remedy, Solution, SolveOptions, SolverError, Status, TieBreak, baselines, explain, solve,
+    Method, Raise, Remedy, Solution, SolveOptions, SolverError, Status, TieBreak, baselines, explain, solve,
 };
 
 fn given(name: &str) -> CostChain {
@@ -166,7 +166,8 @@ fn an_infeasible_chain_names_the_smallest_budgets_that_work() {
     // Each tier alone: both ends (10 MiB) have to go there, since neither fits elsewhere.
     let budget = Bytes::from_mib(4);
     let smallest = Bytes::from_mib(10);
-    let expected = [Tier::Hbm, Tier::Host, Tier::Nvme].map(|tier| Remedy::Budget { tier, budget, smallest });
+    let expected = [Tier::Hbm, Tier::Host, Tier::Nvme]
+        .map(|tier| Remedy::Budget(Raise { tier, budget, smallest, least: true }));
     assert_eq!(remedies, expected);
     for tier in [0, 1, 2] {
         for (bytes, status) in [(smallest, Status::Optimal), (smallest - Bytes(1), Status::Infeasible)] {
@@ -188,7 +189,12 @@ fn block_limits_and_locks_are_named_when_they_bind() {
     let remedies = explain(&chain, &SolveOptions::default()).unwrap();
     assert!(remedies.contains(&Remedy::SegmentLayers { limit: 4, smallest: 16 }), "{remedies:?}");
     assert!(
-        remedies.contains(&Remedy::Budget { tier: Tier::Hbm, budget: size * 5, smallest: size * 17 }),
+        remedies.contains(&Remedy::Budget(Raise {
+            tier: Tier::Hbm,
+            budget: size * 5,
+            smallest: size * 17,
+            least: true
+        })),
         "{remedies:?}"
     );
 
@@ -198,7 +204,10 @@ fn block_limits_and_locks_are_named_when_they_bind() {
     let remedies = explain(&chain, &SolveOptions::default()).unwrap();
     assert_eq!(
         remedies,
-        [Remedy::Budget { tier: Tier::Hbm, budget: size * 29, smallest: size * 30 }, Remedy::Unlock]
+        [
+            Remedy::Budget(Raise { tier: Tier::Hbm, budget: size * 29, smallest: size * 30, least: true }),
+            Remedy::Unlock
+        ]
     );
 }
 

@@ -14,7 +14,7 @@ use lazy_model::{
     BoundaryIndex, Bytes, BytesPerSecond, CostChain, Evaluation, Keep, LayerIndex, Locks, Placement, Seconds,
     Tier, evaluate_keep,
 };
-use lazy_solver::{Remedy, SolveOptions, Status, TieBreak, explain, solve};
+use lazy_solver::{Raise, Remedy, SolveOptions, Status, TieBreak, explain, solve};
 use serde_json::Value;
 
 const STATES: [Placement; 4] = [Placement::Hbm, Placement::Host, Placement::Nvme, Placement::Recompute];
@@ -266,7 +266,7 @@ fn an_infeasible_chain_names_the_lowest_cap_that_works() {
     }
     // Host RAM alone helps too; what it says is the least there is.
     let host = remedies.iter().find_map(|r| match r {
-        Remedy::Budget { tier: Tier::Host, smallest, .. } => Some(*smallest),
+        Remedy::Budget(Raise { tier: Tier::Host, smallest, .. }) => Some(*smallest),
         _ => None,
     });
     if let Some(smallest) = host {

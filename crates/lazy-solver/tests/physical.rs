@@ -424,7 +424,7 @@ fn the_least_host_ram_beside_streamed_weights_is_the_least() {
         let why = solve_step(&short, &StepOptions::default()).unwrap_err().to_string();
         assert!(why.contains("host budget") && why.contains("24.00 MiB"), "{why}");
         let remedies = explain_step(&short, &StepOptions::default());
-        let [Remedy::Budget { tier: Tier::Host, smallest, .. }] = remedies.as_slice() else {
+        let [Remedy::Budget(Raise { tier: Tier::Host, smallest, .. })] = remedies.as_slice() else {
             panic!("{budgets:?}: {remedies:?}")
         };
         let with = |host: Bytes| {
@@ -511,7 +511,7 @@ fn a_refused_step_names_one_size_that_works() {
     let why = solve_step(&short, &StepOptions::default()).unwrap_err().to_string();
     assert!(!why.contains("schedule") && !why.contains("at least"), "{why}");
     let remedies = explain_step(&short, &StepOptions::default());
-    let Some(Remedy::Budget { tier: Tier::Hbm, smallest, .. }) = remedies.first() else {
+    let Some(Remedy::Budget(Raise { tier: Tier::Hbm, smallest, .. })) = remedies.first() else {
         panic!("{remedies:?}")
     };
     let raised = TierBytes { hbm: *smallest, ..short.budgets };
@@ -525,7 +525,7 @@ fn ranks_are_told_what_the_whole_host_needs() {
     let why = solve_ranks(&host, 4, None, &StepOptions::default()).unwrap_err().to_string();
     assert!(why.contains("64.00 MiB") && why.contains("96.00 MiB"), "{why}");
     let remedies = explain_ranks(&host, 4, &StepOptions::default());
-    let [Remedy::Budget { tier: Tier::Host, budget, smallest }] = remedies.as_slice() else {
+    let [Remedy::Budget(Raise { tier: Tier::Host, budget, smallest, .. })] = remedies.as_slice() else {
         panic!("{remedies:?}")
     };
     assert_eq!(*budget, MIB * 64);

@@ -7,7 +7,7 @@ mod common;
 
 use common::{Random, bare_chain, cases, given};
 use lazy_model::{BoundaryIndex, Bytes, BytesPerSecond, CostChain, Locks, Tier};
-use lazy_solver::{Method, Remedy, Solution, SolveOptions, Status, TieBreak, explain, solve};
+use lazy_solver::{Method, Raise, Remedy, Solution, SolveOptions, Status, TieBreak, explain, solve};
 
 /// What two optima of the same value may differ by (ms).
 const NEAR: f64 = 2e-6;
@@ -169,7 +169,10 @@ fn s7_an_infeasible_chain_says_why() {
         assert_eq!(solved(&chain).status, Status::Infeasible);
         let budget = chain.gpu_budget_bytes;
         let remedies = explain(&chain, &SolveOptions::default()).unwrap();
-        assert!(remedies.contains(&Remedy::Budget { tier: Tier::Hbm, budget, smallest }), "{remedies:?}");
+        assert!(
+            remedies.contains(&Remedy::Budget(Raise { tier: Tier::Hbm, budget, smallest, least: true })),
+            "{remedies:?}"
+        );
         let repaired = CostChain { gpu_budget_bytes: smallest, ..chain };
         assert_eq!(solved(&repaired).status, Status::Optimal);
     }

@@ -125,13 +125,35 @@ impl ModelSpec {
             layer_shapes: shapes.collect(),
             notes,
         };
-        let total: u128 = spec.layer_shapes.iter().map(|l| u128::from(l.parameter_count(hidden))).sum();
-        if total > MAX_PARAMETERS {
-            let problem =
-                format!("and the widths give {total} parameters; at most {MAX_PARAMETERS} are supported");
-            return Err(config.error("num_hidden_layers", problem));
+        match spec.too_many_parameters() {
+            Some(problem) => Err(config.error("num_hidden_layers", problem)),
+            None => Ok(spec),
         }
-        Ok(spec)
+    }
+
+    /// The same model with another number of layers: the first so many, or after the last the first again. What is beside the config is not
+    /// of that model any more.
+    ///
+    /// # Errors
+    /// Where there is none, or more than any supported model has.
+    pub fn with_layers(&self, layers: usize) -> Result<Self, Error> {
+        let refuse = |problem: String| Err(Error::Workload { problem });
+        if !(1..=MAX_LAYERS).contains(&layers) {
+            return refuse(format!("{layers} layers; a model has 1 to {MAX_LAYERS}"));
+        }
+        let layer_shapes = self.layer_shapes.iter().copied().cycle().take(layers).collect();
+        let spec = ModelSpec { layer_shapes, checkpoint: None, ..self.clone() };
+        match spec.too_many_parameters() {
+            Some(problem) => refuse(format!("{layers} layers {problem}")),
+            None => Ok(spec),
+        }
+    }
+
+    fn too_many_parameters(&self) -> Option<String> {
+        let total: u128 = self.layer_shapes.iter().map(|l| u128::from(l.parameter_count(self.hidden))).sum();
+        (total > MAX_PARAMETERS).then(|| {
+            format!("and the widths give {total} parameters; at most {MAX_PARAMETERS} are supported")
+        })
     }
 
     /// The number of layers.

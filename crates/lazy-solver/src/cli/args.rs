@@ -7,6 +7,7 @@ use lazy_model::{Seconds, Training};
 use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::{Method, SolveOptions, TieBreak};
 
+use super::max::MaxFlag;
 use super::output;
 use super::reference::{ReferenceArgs, gib};
 use super::sweep::Sweep;
@@ -18,38 +19,58 @@ const LONGEST_S: f64 = 1e9;
 /// Far above what shares a host's memory.
 const MOST_RANKS: usize = 1024;
 
+const EXAMPLES: &str = "\
+Examples:
+  Sizes of a model:
+    lazy-plan --model qwen3-8b --batch 8 --seq 4096
+  Its plan on a machine, with a report:
+    lazy-plan --model qwen3-8b --machine h100 --hbm-gib 40 --host-gib 64 --batch 8 --seq 4096 --report plan.html
+  The largest batch that fits, as JSON:
+    lazy-plan --model qwen3-8b --machine h100 --host-gib 64 --seq 4096 --max batch --json
+  How the step depends on host RAM:
+    lazy-plan --model qwen3-8b --machine h100 --hbm-gib 40 --batch 8 --sweep host-gib=0,4,8,16
+  A schedule for a trainer, from a measured profile:
+    lazy-plan --model ./config.json --profile profile.json --hbm-mib 600 --out schedule.json
+
+The exit status is 0 for a plan, for sizes and for a sweep, 1 where there is no plan or an input is refused, 2 where flags are wrong.
+docs/planning.md explains every line of the output.";
+
 /// Plans where the activation at every layer boundary lives between forward and backward: in HBM, in host RAM, on NVMe, or nowhere
 /// (recomputed).
 ///
 /// The problem is a cost chain (--chain), or a model on a machine (--model with --machine), or a model with the parameters of the
 /// published reference command (--model with any flag under "Reference command").
 #[derive(Clone, Debug, Parser)]
-#[command(name = "lazy-plan", version, allow_negative_numbers = true, group(clap::ArgGroup::new("problem").required(true).args(["chain", "model"])))]
+#[command(name = "lazy-plan", version, after_help = EXAMPLES, allow_negative_numbers = true, group(clap::ArgGroup::new("problem").required(true).args(["chain", "model"])))]
 pub(crate) struct Args {
     /// Cost chain to solve (JSON). Budgets, rates and weights are the file's own, but for reference flags given beside it
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Problem")]
     pub(crate) chain: Option<PathBuf>,
     /// Model to plan for: a config.json as Hugging Face has it, the folder that holds one, or a name that ships with this program
     /// (an unknown one lists them)
-    #[arg(long, value_name = "NAME|PATH")]
+    #[arg(long, value_name = "NAME|PATH", help_heading = "Problem")]
     pub(crate) model: Option<PathBuf>,
     /// Sequences in a batch [default: 1]
-    #[arg(long, value_name = "N", conflicts_with = "chain")]
+    #[arg(long, value_name = "N", conflicts_with = "chain", help_heading = "Problem")]
     pub(crate) batch: Option<usize>,
     /// Tokens in a sequence [default: 1024]
-    #[arg(long, value_name = "N", conflicts_with = "chain")]
+    #[arg(long, value_name = "N", conflicts_with = "chain", help_heading = "Problem")]
     pub(crate) seq: Option<usize>,
+    /// Layers of the model: the first so many, or after its last the first again [default: as many as it has]
+    #[arg(long, value_name = "N", conflicts_with = "chain", help_heading = "Problem")]
+    pub(crate) layers: Option<usize>,
     /// Bytes of an activation, weight or gradient element
     #[arg(
         long,
         value_name = "N",
         visible_alias = "dtype-bytes",
         default_value_t = 2,
-        conflicts_with = "chain"
+        conflicts_with = "chain",
+        help_heading = "Problem"
     )]
     pub(crate) element_bytes: usize,
     /// Most layers between two saved boundaries [default: 4, or the chain's]
-    #[arg(long, value_name = "N", visible_alias = "max-segment-layers")]
+    #[arg(long, value_name = "N", visible_alias = "max-segment-layers", help_heading = "Problem")]
     pub(crate) max_segment: Option<usize>,
     #[command(flatten)]
     pub(crate) budgets: BudgetArgs,
@@ -173,6 +194,9 @@ pub(crate) struct SearchArgs {
     /// bandwidth, --batch and --seq
     #[arg(long, value_name = "FLAG=V1,V2,V3..V4", conflicts_with_all = ["evaluate", "out", "report", "trace", "chain_out"])]
     pub(crate) sweep: Option<Sweep>,
+    /// Find the largest batch, sequence or number of layers that fits the budgets, plan with it, and say what keeps it from being larger
+    #[arg(long, value_enum, conflicts_with_all = ["chain", "evaluate", "sweep"])]
+    pub(crate) max: Option<MaxFlag>,
 }
 
 /// Where the answer goes.

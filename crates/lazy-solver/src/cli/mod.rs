@@ -2,6 +2,7 @@
 
 mod args;
 mod given;
+mod max;
 mod models;
 mod next;
 mod output;
@@ -20,6 +21,7 @@ use lazy_solver::Status;
 pub(crate) use args::Args;
 use args::TrainingArgs;
 use given::GivenPlan;
+use max::Max;
 use next::Change;
 use plan::{Clock, Planned};
 use problem::{Input, ModelFacts, Problem};
@@ -34,26 +36,36 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, String> {
     if let Some(sweep) = &args.search.sweep {
         return run_sweep(args, sweep);
     }
+    let clock = Clock::start(&args.options());
+    if let Some(flag) = args.search.max {
+        let (planned, max) = max::find(args, flag, &clock)?;
+        return answer(args, &planned, &clock, Some(&max));
+    }
     match problem::read(args)? {
         Input::Sizes(facts) => sizes(args, &facts),
-        Input::Problem(problem) => run_one(args, *problem),
+        Input::Problem(problem) => answer(args, &planned(args, *problem, &clock)?, &clock, None),
     }
 }
 
-fn run_one(args: &Args, problem: Problem) -> Result<ExitCode, String> {
-    let clock = Clock::start(&args.options());
-    let planned = planned(args, problem, &clock)?;
+/// Writes files and prints what was found.
+fn answer(args: &Args, planned: &Planned, clock: &Clock, max: Option<&Max>) -> Result<ExitCode, String> {
     let wanted = !args.output.json || args.output.next_change || args.output.report.is_some();
-    let changes = if wanted { next::changes(&planned, &args.options(), &clock) } else { vec![] };
-    write_files(args, &planned, &changes)?;
+    let changes = if wanted { next::changes(planned, &args.options(), clock) } else { vec![] };
+    write_files(args, planned, &changes)?;
     let found = matches!(planned.solution.status, Status::Optimal | Status::Feasible);
     if args.output.json {
         let shown = args.output.next_change.then_some(&changes[..]);
-        output::print(&(show::json::plan(&planned, shown).to_string() + "\n"))?;
+        let mut object = show::json::plan(planned, shown);
+        if let Some(max) = max {
+            object["max"] = show::json::max(max);
+        }
+        output::print(&(object.to_string() + "\n"))?;
     } else if found {
-        output::print(&show::text::plan(&planned, &changes, output::colours()))?;
+        let head = max.map(show::text::max).unwrap_or_default();
+        output::print(&(head + &show::text::plan(planned, &changes, output::colours())))?;
     } else {
-        return Err(show::refusal(&planned));
+        let head = max.map(|max| format!("--max {0}: not even {0} 1 fits: ", max.flag.name()));
+        return Err(head.unwrap_or_default() + &show::refusal(planned));
     }
     Ok(if found { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -84,6 +84,12 @@ impl Clock {
         let left = |limit: Seconds| Seconds((limit.get() - self.started.elapsed().as_secs_f64()).max(0.0));
         SolveOptions { time_limit: self.limit.map(left), ..*options }
     }
+
+    /// `options` with what is left of half the limit.
+    pub(crate) fn half(&self, options: &SolveOptions) -> SolveOptions {
+        let half = Clock { limit: self.limit.map(|limit| Seconds(limit.get() / 2.0)), ..*self };
+        half.left(options)
+    }
 }
 
 impl Planned {

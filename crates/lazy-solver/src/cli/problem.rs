@@ -141,7 +141,12 @@ fn hbm_cap(args: &Args, chain: &mut CostChain) -> Result<(), String> {
 }
 
 fn of_model(args: &Args, path: &Path) -> Result<Input, String> {
-    let (name, spec) = models::find(path)?;
+    let (name, mut spec) = models::find(path)?;
+    if let Some(layers) = args.layers.filter(|layers| *layers != spec.layers()) {
+        let own = spec.layers();
+        spec = spec.with_layers(layers).map_err(|e| format!("--layers: {e}"))?;
+        spec.notes.push(format!("planned with {layers} layers; the model has {own}"));
+    }
     let work = Workload::new(args.batch.unwrap_or(1), args.seq.unwrap_or(1024), args.element_bytes)
         .map_err(|e| e.to_string())?;
     let facts = ModelFacts { name, spec, work };

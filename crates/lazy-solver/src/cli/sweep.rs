@@ -5,7 +5,7 @@ use std::str::FromStr;
 use super::args::Args;
 
 /// The flags that can be swept, with the way to set them.
-const SWEEPABLE: [(&str, Setter); 19] = [
+const SWEEPABLE: [(&str, Setter); 20] = [
     ("hbm-gib", |a, v| real(&mut a.budgets.hbm_gib, &mut a.budgets.hbm_mib, v)),
     ("hbm-mib", |a, v| real(&mut a.budgets.hbm_mib, &mut a.budgets.hbm_gib, v)),
     ("host-gib", |a, v| real(&mut a.budgets.host_gib, &mut a.budgets.host_mib, v)),
@@ -25,6 +25,7 @@ const SWEEPABLE: [(&str, Setter); 19] = [
     ("ranks", |a, v| whole(&mut a.training.ranks, v)),
     ("batch", |a, v| whole(&mut a.batch, v)),
     ("seq", |a, v| whole(&mut a.seq, v)),
+    ("layers", |a, v| whole(&mut a.layers, v)),
 ];
 
 /// More are refused: each is a plan of its own.
@@ -104,9 +105,9 @@ impl FromStr for Sweep {
 impl Sweep {
     /// The arguments with the flag set to each value.
     pub(crate) fn each(&self, args: &Args) -> Result<Vec<(f64, Args)>, String> {
-        if args.chain.is_some() && ["batch", "seq"].contains(&self.flag) {
+        if args.chain.is_some() && ["batch", "seq", "layers"].contains(&self.flag) {
             return Err(format!(
-                "--sweep {}: a chain is made for one batch and sequence; give --model",
+                "--sweep {}: a chain is made for one model, batch and sequence; give --model",
                 self.flag
             ));
         }

@@ -5,6 +5,7 @@ use lazy_model::{BytesPerSecond, LinkLoad, Placement, Seconds, StepProblem};
 use lazy_solver::{Raise, Remedy, Status};
 use serde_json::{Map, Value, json};
 
+use super::super::max::{Max, Next};
 use super::super::next::{self, Change, What};
 use super::super::plan::{Planned, Rival};
 use super::super::problem::{ModelFacts, Ranks};
@@ -26,6 +27,24 @@ pub(crate) fn plan(planned: &Planned, changes: Option<&[Change]>) -> Value {
         );
     }
     Value::Object(object)
+}
+
+/// The `max` of `--max`.
+pub(crate) fn max(max: &Max) -> Value {
+    let mut value = json!({"flag": max.flag.name(), "value": (max.value > 0).then_some(max.value)});
+    match &max.next {
+        Next::Refused(refused) => {
+            value["next_fits"] = json!(false);
+            value["message"] = json!(reason(refused));
+            value["remedies"] = refused.remedies.iter().map(|r| of_remedy(refused, r)).collect();
+        }
+        Next::Unknown => value["next_fits"] = Value::Null,
+        Next::Unsupported(why) => {
+            value["next_fits"] = json!(false);
+            value["message"] = json!(why);
+        }
+    }
+    value
 }
 
 fn change(change: &Change) -> Value {
@@ -100,18 +119,13 @@ fn result(planned: &Planned) -> Value {
 }
 
 fn of_remedy(planned: &Planned, remedy: &Remedy) -> Value {
-    let mut value = json!({"text": super::remedy(planned, remedy)});
+    let mut value = match remedy {
+        Remedy::Budget(raise) => of_raise(raise),
+        _ => json!({}),
+    };
+    value["text"] = json!(super::remedy(planned, remedy));
     match remedy {
-        Remedy::Budget { tier, budget, smallest } => {
-            value["tier"] = json!(tier);
-            value["budget_bytes"] = json!(budget);
-            value["smallest_bytes"] = json!(smallest);
-        }
-        Remedy::Budgets(raises) => {
-            let each =
-                |r: &Raise| json!({"tier": r.tier, "budget_bytes": r.budget, "smallest_bytes": r.smallest});
-            value["budgets"] = raises.iter().map(each).collect();
-        }
+        Remedy::Budgets(raises) => value["budgets"] = raises.iter().map(of_raise).collect(),
         Remedy::HbmCap { cap, smallest } => {
             value["tier"] = json!("hbm");
             value["budget_bytes"] = json!(cap);
@@ -122,6 +136,15 @@ fn of_remedy(planned: &Planned, remedy: &Remedy) -> Value {
         _ => {}
     }
     value
+}
+
+fn of_raise(raise: &Raise) -> Value {
+    json!({
+        "tier": raise.tier,
+        "budget_bytes": raise.budget,
+        "smallest_bytes": raise.smallest,
+        "proven": raise.least,
+    })
 }
 
 /// What it was found for, and what it is held against.

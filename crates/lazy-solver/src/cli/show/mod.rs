@@ -61,6 +61,10 @@ fn reason(planned: &Planned) -> String {
     }
 }
 
+fn less_might_do(least: bool) -> &'static str {
+    if least { "" } else { "; time ended the search, and less might do: raise --time-limit-s to know" }
+}
+
 /// What would help, with the flag that does it, to be typed as it stands.
 fn remedy(planned: &Planned, remedy: &Remedy) -> String {
     let raise = |what: &str, flag: &str, from: Bytes, to: Bytes| {
@@ -72,11 +76,13 @@ fn remedy(planned: &Planned, remedy: &Remedy) -> String {
         let what = list(&|r| format!("the {} budget from {}", r.tier, r.budget), " and ");
         let flags = list(&|r| format!("{} {}", flag_of(planned, r.tier), gib_rounded_up(r.smallest)), " ");
         let bytes = list(&|r| format!("{} bytes", r.smallest.get()), " and ");
-        format!("raise {what}, none of them alone is enough: {flags} ({bytes})")
+        let least = less_might_do(raises.iter().all(|r| r.least));
+        format!("raise {what}, none of them alone is enough: {flags} ({bytes}){least}")
     };
     match remedy {
-        Remedy::Budget { tier, budget, smallest } => {
-            raise(&format!("the {tier} budget"), flag_of(planned, *tier), *budget, *smallest)
+        Remedy::Budget(Raise { tier, budget, smallest, least }) => {
+            let said = raise(&format!("the {tier} budget"), flag_of(planned, *tier), *budget, *smallest);
+            said + less_might_do(*least)
         }
         Remedy::Budgets(raises) => together(raises),
         Remedy::HbmCap { cap, smallest } => raise("hbm_cap_bytes", "--hbm-gib", *cap, *smallest),

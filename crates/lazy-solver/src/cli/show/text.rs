@@ -4,6 +4,7 @@ use std::fmt::{Result, Write};
 
 use lazy_model::{Bytes, Evaluation, Seconds, Tier};
 
+use super::super::max::{Max, Next};
 use super::super::next::{self, Change};
 use super::super::plan::{Planned, Rival};
 use super::super::problem::{ModelFacts, Problem};
@@ -37,6 +38,19 @@ fn write_plan(out: &mut String, planned: &Planned, changes: &[Change], colours: 
         writeln!(out, "{:<12} {sentence}", if i == 0 { "next change:" } else { "" })?;
     }
     Ok(())
+}
+
+/// What `--max` found, above the plan.
+pub(crate) fn max(max: &Max) -> String {
+    let (name, value) = (max.flag.name(), max.value);
+    let next = match &max.next {
+        Next::Refused(refused) => format!("{name} {} does not fit: {}", value + 1, super::refusal(refused)),
+        Next::Unknown => {
+            format!("whether {name} {} fits was not found out in time: raise --time-limit-s", value + 1)
+        }
+        Next::Unsupported(why) => format!("{name} {} is not supported: {why}", value + 1),
+    };
+    format!("largest {name} that fits: {value}\n{next}\n\n")
 }
 
 /// Names come from files: their line breaks and terminal codes stay theirs.
