@@ -6,6 +6,7 @@
 
 mod bench;
 mod cargo;
+mod dist;
 mod native;
 mod programs;
 mod stages;
@@ -44,6 +45,8 @@ enum Task {
     TestGpu(Passed),
     /// Run everything continuous integration runs: fmt, tidy, clippy, tests, documentation
     Test(stages::Options),
+    /// Make files that travel into target/dist: programs that need nothing beside glibc, the solver's library linked in
+    Dist(dist::Options),
     /// Check the rules no compiler checks: crate arrows, SAFETY notes, dead files, unit suffixes, words
     Tidy,
 }
@@ -66,6 +69,7 @@ fn main() -> ExitCode {
         Task::TestGpu(passed) => programs::start(Program::TrainLm, Some("test-gpu"), &passed.args),
         Task::Bench(options) => bench::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Test(options) => stages::run(&options).map(|()| ExitCode::SUCCESS),
+        Task::Dist(options) => dist::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),
     };
     outcome.unwrap_or_else(|message| {

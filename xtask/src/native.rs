@@ -1,7 +1,9 @@
 //! What cargo cannot bring: a C linker, CBC's library, rustfmt and clippy, programs that benchmarks compare with.
 
-use std::io::stderr;
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::fs;
+use std::io::{Write, stderr};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::Outcome;
@@ -56,6 +58,82 @@ pub(crate) fn offer(program: &str, argument: &str, package: &str) {
     }
 }
 
+/// What CBC is made of, as archives, and what these use. Their order does not matter: the linker goes round.
+const ARCHIVES: [&str; 15] = [
+    "CbcSolver",
+    "Cbc",
+    "Cgl",
+    "OsiClp",
+    "ClpSolver",
+    "Clp",
+    "Osi",
+    "CoinUtils",
+    "bz2",
+    "z",
+    "lapack",
+    "blas",
+    "stdc++",
+    "gcc_eh",
+    "gcc",
+];
+
+/// LAPACK's own report of a wrong argument, alone of all that CBC uses of it, needs Fortran's run-time library.
+const REPORT: &str = r#"
+#include <stdio.h>
+#include <stdlib.h>
+void xerbla_(const char *routine, const int *argument, unsigned long length) {
+    fprintf(stderr, "%.*s: argument %d is wrong\n", (int)length, routine, *argument);
+    abort();
+}
+"#;
+
+/// Fills `folder` so that a linker which looks there first takes CBC and the compiler's libraries from archives: under the names that
+/// programs ask for lie lists of the archives.
+pub(crate) fn static_libraries(folder: &Path) -> Outcome<()> {
+    let io = |error| format!("cannot write to {}: {error}", folder.display());
+    fs::create_dir_all(folder).map_err(io)?;
+    let found: Vec<(&str, Option<PathBuf>)> = ARCHIVES.map(|name| (name, archive(name))).to_vec();
+    let missing: Vec<_> = found.iter().filter(|(_, path)| path.is_none()).map(|(name, _)| *name).collect();
+    if !missing.is_empty() {
+        let names = missing.iter().map(|name| format!("lib{name}.a")).collect::<Vec<_>>().join(", ");
+        return Err(format!(
+            "a static link needs {names}: Debian and Ubuntu have them in coinor-libcbc-dev, coinor-libcgl-dev, coinor-libclp-dev, \
+             coinor-libosi-dev, coinor-libcoinutils-dev, libbz2-dev, zlib1g-dev, liblapack-dev, libblas-dev and build-essential"
+        ));
+    }
+    let report = folder.join("report.o");
+    compile(REPORT, &report, &["-c".as_ref(), "-O2".as_ref(), "-fPIC".as_ref()])?;
+    let list = |names: &[&str]| -> String {
+        let paths =
+            found.iter().filter(|(name, _)| names.contains(name)).filter_map(|(_, path)| path.as_ref());
+        paths.map(|path| format!("\"{}\" ", path.display())).collect()
+    };
+    let cbc = format!("GROUP ( \"{}\" {})\n", report.display(), list(&ARCHIVES));
+    fs::write(folder.join("libCbcSolver.so"), cbc).map_err(io)?;
+    // What Rust's standard library asks for.
+    fs::write(folder.join("libgcc_s.so"), format!("GROUP ( {})\n", list(&["gcc_eh", "gcc"]))).map_err(io)
+}
+
+/// Where the compiler finds `lib<name>.a`.
+fn archive(name: &str) -> Option<PathBuf> {
+    let output = Command::new("cc").arg(format!("-print-file-name=lib{name}.a")).output().ok()?;
+    let path = PathBuf::from(String::from_utf8(output.stdout).ok()?.trim());
+    path.is_absolute().then(|| path.canonicalize().ok()).flatten()
+}
+
+/// Compiles C, or links it where `flags` do not say otherwise.
+pub(crate) fn compile(source: &str, output: &Path, flags: &[&OsStr]) -> Outcome<()> {
+    let mut command = Command::new("cc");
+    command.args(["-x", "c", "-", "-x", "none"]).args(flags).arg("-o").arg(output);
+    let failed = |error: std::io::Error| format!("cannot run cc: {error}");
+    let mut child = command.stdin(Stdio::piped()).stdout(stderr()).spawn().map_err(failed)?;
+    if let Some(mut input) = child.stdin.take() {
+        input.write_all(source.as_bytes()).map_err(failed)?;
+    }
+    let status = child.wait().map_err(failed)?;
+    if status.success() { Ok(()) } else { Err(format!("cc could not make {}", output.display())) }
+}
+
 /// Makes sure that `cargo fmt` and `cargo clippy` exist: minimal toolchains come without.
 pub(crate) fn ensure_components() -> Outcome<()> {
     let missing: Vec<_> = [("rustfmt", "fmt"), ("clippy", "clippy")]
@@ -98,7 +176,7 @@ fn links(library: &str) -> bool {
     command.args(["-shared", "-x", "c", "-"]).args(pkg_config_paths()).arg(format!("-l{library}"));
     let found = succeeds(command.arg("-o").arg(&output));
     // Nothing to remove where the link failed.
-    let _ = std::fs::remove_file(output);
+    let _ = fs::remove_file(output);
     found
 }
 

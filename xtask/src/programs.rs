@@ -38,16 +38,29 @@ const WITH_SOLVER: [&str; 3] = ["lazy-solver", "bench-runtime", "train-lm"];
 
 /// Builds binary target `binary` of `package` in release mode, after what it links is there.
 pub(crate) fn build(package: &str, binary: &str, features: &[&str]) -> Outcome<PathBuf> {
+    build_with(package, binary, features, &[])
+}
+
+/// The same with arguments for the compiler, of the program alone: its libraries are those of every other build.
+pub(crate) fn build_with(
+    package: &str,
+    binary: &str,
+    features: &[&str],
+    compiler: &[OsString],
+) -> Outcome<PathBuf> {
     if WITH_SOLVER.contains(&package) {
         native::ensure_cbc()?;
     }
-    let mut command = cargo::command("build");
+    let mut command = cargo::command(if compiler.is_empty() { "build" } else { "rustc" });
     command.arg("--manifest-path").arg(cargo::root().join("Cargo.toml"));
     command.args(["--release", "--package", package, "--bin", binary]);
     // Diagnostics and progress stay on standard error; the JSON on standard output names the executable.
     command.arg("--message-format=json-render-diagnostics");
     if !features.is_empty() {
         command.arg("--features").arg(features.join(","));
+    }
+    if !compiler.is_empty() {
+        command.arg("--").args(compiler);
     }
     let output = command
         .stderr(Stdio::inherit())
