@@ -422,7 +422,9 @@ impl<'b> Pass<'b> for UpdatePass<'b, '_, '_, '_> {
         }
         let parts = self.parts(chunk, buffers.last_mut());
         let main = self.update.moving(chunk).any(|segment| self.out.needs_ram(segment.param));
-        self.update.moving(chunk).for_each(|segment| self.changed[segment.param] = true);
+        for Segment { param, .. } in self.update.moving(chunk) {
+            self.changed[param] |= self.out.wants(param) && !self.out.needs_ram(param);
+        }
         accelerator.begin((chunk, shape), state, buffers, parts, main)
     }
 
