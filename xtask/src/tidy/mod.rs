@@ -4,6 +4,7 @@ mod arrows;
 mod files;
 mod lexer;
 mod modules;
+mod publish;
 mod source;
 mod words;
 
@@ -40,6 +41,7 @@ pub(crate) fn run() -> Outcome<()> {
     let metadata = cargo::metadata()?;
     let files = files::texts(&root)?;
     let mut findings = arrows::check(&metadata, &root);
+    findings.extend(publish::check(&metadata, &root));
     let reached = modules::reach(&metadata, &root, &files);
     findings.extend(modules::check(&files, &reached));
     for (file, text) in &files {
