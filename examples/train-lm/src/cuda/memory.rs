@@ -62,8 +62,12 @@ impl DeviceParameters {
 
     /// Sets elements of a parameter from `first` on.
     pub(crate) fn write(&self, parameter: usize, first: usize, values: &[f32]) -> Result<()> {
+        self.write_bytes(parameter, first, &bytes_of(self.real, values))
+    }
+
+    /// The same, of their bytes.
+    pub(super) fn write_bytes(&self, parameter: usize, first: usize, bytes: &[u8]) -> Result<()> {
         let [weights, _] = self.places[parameter];
-        let bytes = bytes_of(self.real, values);
         let at = (first * self.real.bytes()) as u64;
         let (wanted, got) = (at + bytes.len() as u64, weights.bytes.get());
         if wanted > got {
@@ -71,7 +75,7 @@ impl DeviceParameters {
         }
         self.gpu.bind()?;
         // SAFETY: inside the parameter, which no step uses now.
-        unsafe { result::memcpy_htod_sync(weights.address + at, &bytes) }
+        unsafe { result::memcpy_htod_sync(weights.address + at, bytes) }
             .map_err(failed("write weights to the GPU"))?;
         Ok(())
     }

@@ -10,6 +10,7 @@ use lazy_store::cuda::Gpu;
 use lazy_store::{BoxError, DeviceChoice, StoreOptions};
 use rayon::prelude::*;
 
+use super::memory::DeviceParameters;
 use super::{CudaDecoder, CudaOptions, Real};
 use crate::batch::Batch;
 
@@ -47,7 +48,13 @@ impl Trial {
         let (executor, program) = Executor::open(model, plan, store)?;
         let parameters: Vec<_> = executor.model().parameters().cloned().collect();
         let shapes = spec.parameters();
-        // What lies together is written together.
+        if let Ok(there) = DeviceParameters::of(&decoder, &executor) {
+            for (parameter, p) in shapes.iter().enumerate() {
+                there.write_bytes(parameter, 0, &init(&p.name, &p.shape))?;
+            }
+            return Ok(Trial { decoder, executor, program, gradients: options.gradients });
+        }
+        // Weights are streamed: what lies together is written together.
         for group in parameters.chunk_by(|a, b| layer_of(&a.name) == layer_of(&b.name)) {
             let bytes = |p: &Parameter| (p.id, init(&p.name, &shapes[p.id.0].shape));
             let all: Vec<_> = group.iter().map(bytes).collect();
