@@ -7,6 +7,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lazy_model::{Placement, StepProblem, Tier, TierBytes};
 
 use crate::error::{Result, TrainError};
+use crate::evaluation::Evaluation;
 use crate::metrics::StepMetrics;
 use crate::planning::Chosen;
 use crate::run_folder::RunFolder;
@@ -94,6 +95,14 @@ impl Console {
         ));
     }
 
+    /// What an evaluation came to.
+    pub fn evaluation(&self, e: &Evaluation) {
+        self.line(&format!(
+            "evaluation after {} steps: loss {:.4}, perplexity {:.2} over {} tokens",
+            e.step, e.loss, e.perplexity, e.tokens
+        ));
+    }
+
     /// Starts the progress bar.
     pub fn begin(&mut self, first: u64, steps: u64) {
         if !self.terminal {
@@ -142,7 +151,7 @@ impl Console {
             value.map_or_else(|| "-".to_owned(), |v| format!("{v:.digits$}"))
         };
         self.line(&format!(
-            "{} steps: loss {} at first, {} over the last {}; knowing only how often each byte occurs gives {:.4}",
+            "{} steps: loss {} at first, {} over the last {}; knowing only how often each token occurs gives {:.4}",
             s.steps,
             number(s.loss_first.map(f64::from), 4),
             number(s.loss_last_20, 4),

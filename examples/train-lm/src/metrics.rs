@@ -35,8 +35,12 @@ pub struct StepMetrics {
 }
 
 /// JSON has no NaN, so a loss that is none is written as null.
-fn null_as_nan<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
-    Ok(Option::<f32>::deserialize(deserializer)?.unwrap_or(f32::NAN))
+pub(crate) fn null_as_nan<'de, D, F>(deserializer: D) -> Result<F, D::Error>
+where
+    D: serde::Deserializer<'de>,
+    F: Deserialize<'de> + From<f32>,
+{
+    Ok(Option::<F>::deserialize(deserializer)?.unwrap_or_else(|| f32::NAN.into()))
 }
 
 /// Parts of a step's time.

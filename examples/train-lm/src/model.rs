@@ -6,7 +6,7 @@ use lazy_model::Bytes;
 use lazy_runtime::candle::{CandleLayer, Parameter, tensor, write};
 use lazy_runtime::{
     Context, Epilogue, Gradients, Grads, Input, Layer, LayerError, LayerSizes, Loss, Model, ModelOptions,
-    Output, Prologue, RuntimeError, Weights,
+    Output, Phase, Prologue, RuntimeError, Weights,
 };
 
 use crate::batch::Batch;
@@ -108,6 +108,7 @@ impl HostModel {
         let (decoder, dropout) = (Arc::clone(&self.decoder), self.dropout);
         let forward = move |cx: &Context<'_>, x: &candle_core::Tensor| {
             let key = DropoutKey { seed: cx.seed, step: cx.step, micro_batch: cx.micro_batch as u64 };
+            let dropout = if cx.phase == Phase::Evaluation { 0.0 } else { dropout };
             Ok(decoder.layer_forward(layer, x, &StepContext { dropout, key })?)
         };
         let gradients = Arc::clone(&self.gradients);
@@ -187,9 +188,12 @@ impl Epilogue for Ends {
     fn run(&self, cx: &Context<'_>, call: Loss<'_>) -> Result<(), LayerError> {
         let batch = cx.inputs::<Batch>()?;
         let h = tensor(call.x.bytes()?, &self.dims().into())?;
+        let Some(dx) = call.dx else {
+            call.loss.f32()?[0] = self.decoder.evaluate(&h, &batch.targets, batch.tokens)?;
+            return Ok(());
+        };
         let result = self.decoder.loss(&h, &batch.targets, batch.tokens)?;
         call.loss.f32()?[0] = result.loss;
-        let Some(dx) = call.dx else { return Ok(()) };
         write(&result.dh, dx.bytes()?)?;
         for (number, gradient) in &result.gradients {
             with_slice(gradient, |values| self.gradients.add(*number, values))??;

@@ -12,13 +12,14 @@ use lazy_store::scratch::RunDir;
 use crate::backend::Backend;
 use crate::console::Console;
 use crate::cuda::{CudaDecoder, CudaOptions};
-use crate::data::Corpus;
+use crate::dataset::DataSet;
 use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
+use crate::habits::Habits;
 use crate::model::HostModel;
 use crate::planning::{adam_options, check_parameters, check_room};
 use crate::probe::{probe, timestamp};
-use crate::run_folder::{RunFolder, check_free};
+use crate::run_folder::{Remembered, RunFolder, check_free};
 use crate::settings::{DeviceChoice, RunDevice, Settings, TrainArgs, UpdateChoice};
 use crate::weights::{CheckpointWeights, InitialWeights};
 
@@ -28,8 +29,9 @@ const DEFAULT_CONFIG: &str = include_str!("../config.json");
 /// Everything that is read and checked before anything is written.
 pub(crate) struct Prepared {
     pub(crate) settings: Settings,
+    pub(crate) habits: Habits,
     pub(crate) config: String,
-    pub(crate) corpus: Corpus,
+    pub(crate) data: DataSet,
     pub(crate) backend: Backend,
     pub(crate) initial: InitialWeights,
     pub(crate) adam: AdamOptions,
@@ -37,6 +39,8 @@ pub(crate) struct Prepared {
     pub(crate) out: PathBuf,
     /// Steps in all.
     pub(crate) steps: Option<u64>,
+    /// How many the run was told when it began.
+    pub(crate) told: Option<u64>,
 }
 
 pub(crate) fn spill_folder(root: &Path) -> Result<RunDir> {
@@ -51,19 +55,21 @@ pub(crate) fn beside(path: &Path, name: &str) -> PathBuf {
 }
 
 pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
-    let (resumed, mut settings, config, steps) = match &args.resume {
+    let (resumed, Remembered { mut settings, habits, steps: told }, config) = match &args.resume {
         Some(run) => {
-            let (folder, mut settings, steps) = RunFolder::open(run)?;
+            let (folder, Remembered { mut settings, habits, steps }) = RunFolder::open(run)?;
             settings.check_unchanged(args)?;
+            let habits = habits.with(&args.habits)?;
             let config = read(&folder.config())?;
             (settings.state_hbm, settings.state_host) =
                 (args.state_hbm_gib.or(settings.state_hbm), args.state_host_gib.or(settings.state_host));
-            (Some(folder), settings, config, args.steps.or(steps))
+            (Some(folder), Remembered { settings, habits, steps }, config)
         }
         None => {
             let weights = weights_folder(args, console);
             let settings = Settings { weights, ..Settings::of(args, device_of(args.device))? };
-            (None, settings, model_config(args)?, args.steps)
+            let habits = Habits::default().with(&args.habits)?;
+            (None, Remembered { settings, habits, steps: args.steps }, model_config(args)?)
         }
     };
     settings.check()?;
@@ -75,21 +81,7 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     if gpu.is_none() {
         check_parameters(&spec)?;
     }
-    if settings.text.is_empty() {
-        settings.text = default_text()?;
-    }
-    let corpus = Corpus::load(&settings.text)?;
-    // One row tells whether the text is long enough.
-    corpus.batch(settings.seed, 0, 0, 1, settings.seq)?;
-    let text_hash = corpus.hash();
-    if resumed.is_some() && text_hash != settings.text_hash {
-        return Err(TrainError::Usage(
-            "the training text has changed since the run began, so it cannot be continued exactly: restore the text, or start a \
-             new run"
-                .into(),
-        ));
-    }
-    settings.text_hash = text_hash;
+    let data = DataSet::read(args, &mut settings, &habits, (&spec, &config), resumed.as_ref(), console)?;
     let out = args.resume.clone().or_else(|| args.out.clone()).unwrap_or_else(default_out);
     if resumed.is_none() {
         check_free(&out)?;
@@ -98,7 +90,8 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     let backend = backend(spec, gpu, &settings)?;
     let adam = adam_options(backend.spec().total_parameters(), &settings, args.update, backend.device());
     check_room(&backend, &settings, &adam, &args.budgets)?;
-    Ok(Prepared { settings, config, corpus, backend, initial, adam, resumed, out, steps })
+    let steps = args.steps.or(told);
+    Ok(Prepared { settings, habits, config, data, backend, initial, adam, resumed, out, steps, told })
 }
 
 /// The device of a new run.
@@ -191,22 +184,6 @@ fn model_config(args: &TrainArgs) -> Result<String> {
             file.display()
         ))
     })
-}
-
-/// The workspace's documents and sources, where it was built.
-fn default_text() -> Result<Vec<PathBuf>> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let paths: Vec<PathBuf> = ["README.md", "CHANGELOG.md", "docs", "crates", "examples", "xtask"]
-        .into_iter()
-        .map(|name| root.join(name))
-        .filter(|path| path.exists())
-        .collect();
-    if paths.is_empty() {
-        return Err(TrainError::Usage(
-            "the workspace's own text is not here: name training text with --text".into(),
-        ));
-    }
-    Ok(paths)
 }
 
 fn default_out() -> PathBuf {

@@ -1,10 +1,11 @@
 //! The run's report: what was promised and what happened, for a person.
 
-use lazy_model::report::{Compared, Fact, Headline, RunReport, TierOccupancy};
+use lazy_model::report::{Compared, Curve, Fact, Headline, RunReport, TierOccupancy};
 use lazy_model::{Bytes, ModelSpec, Schedule, Span, StepProblem, Tier, TierBytes, Verified};
 use lazy_runtime::StepReport;
 
 use crate::error::{Result, TrainError};
+use crate::evaluation::Evaluation;
 use crate::metrics::StepMetrics;
 use crate::probe::median;
 use crate::run_folder::{RunFolder, write_file};
@@ -37,6 +38,8 @@ pub struct Inputs<'a> {
     pub budgets: TierBytes,
     /// All steps of the run.
     pub metrics: &'a [StepMetrics],
+    /// All evaluations of the run.
+    pub evaluations: &'a [Evaluation],
     /// First step of this process.
     pub first: u64,
     /// The last step in detail.
@@ -73,14 +76,35 @@ impl Inputs<'_> {
             occupancy: Tier::ALL.map(|tier| self.occupancy(tier)).to_vec(),
             spans: spans.unwrap_or_default(),
             comparison: self.comparison(),
+            curves: self.curves(),
             ..RunReport::default()
         }
+    }
+
+    /// Losses of evaluations.
+    fn curves(&self) -> Vec<Curve> {
+        let points: Vec<(u64, f64)> = self.evaluations.iter().map(|e| (e.step, e.loss)).collect();
+        let curve = |points| Curve { label: "evaluation".into(), points };
+        if points.is_empty() { Vec::new() } else { vec![curve(points)] }
+    }
+
+    /// First and last evaluation.
+    fn evaluated(&self) -> Option<Fact> {
+        let (first, last) = (self.evaluations.first()?, self.evaluations.last()?);
+        let one = |e: &Evaluation| {
+            format!("loss {:.4} (perplexity {:.2}) after {} steps", e.loss, e.perplexity, e.step)
+        };
+        let mut text = one(first);
+        if last.step != first.step {
+            text += &format!(", {}", one(last));
+        }
+        Some(fact("Evaluation", format!("{text}; {} tokens", last.tokens)))
     }
 
     fn facts(&self) -> Vec<Fact> {
         let spec = self.spec;
         let solve = &self.schedule.solve;
-        vec![
+        let mut facts = vec![
             fact(
                 "Model",
                 format!(
@@ -120,7 +144,9 @@ impl Inputs<'_> {
                 ),
             ),
             fact("Weights", format!("sha256 {}", self.summary.weights_digest)),
-        ]
+        ];
+        facts.extend(self.evaluated());
+        facts
     }
 
     fn headlines(&self) -> Vec<Headline> {

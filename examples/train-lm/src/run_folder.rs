@@ -8,7 +8,9 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
+use crate::dataset::TOKENIZER;
 use crate::error::{Result, TrainError};
+use crate::habits::Habits;
 use crate::metrics::StepMetrics;
 use crate::settings::Settings;
 
@@ -33,34 +35,63 @@ struct RunFile {
     /// Steps in all, where the run was told how many; a resumed run may be told another number.
     #[serde(default)]
     steps: Option<u64>,
+    #[serde(default)]
+    habits: Habits,
     settings: Settings,
 }
 
+/// What a run is remembered by.
+pub struct Remembered {
+    /// What decides every bit.
+    pub settings: Settings,
+    /// What does not.
+    pub habits: Habits,
+    /// Steps in all, where it was told how many.
+    pub steps: Option<u64>,
+}
+
 impl RunFolder {
-    /// Makes the folder and writes the run's settings and model configuration. If anything fails before
+    /// Makes the folder and writes the run's settings, model configuration and tokenizer. If anything fails before
     /// [`RunFolder::started`], the folder is removed again.
     ///
     /// # Errors
     /// When the folder exists and is not empty, or cannot be made.
-    pub fn create(path: &Path, settings: &Settings, steps: Option<u64>, config: &str) -> Result<RunFolder> {
+    pub fn create(
+        path: &Path,
+        remembered: &Remembered,
+        config: &str,
+        tokenizer: Option<&[u8]>,
+    ) -> Result<RunFolder> {
         check_free(path)?;
         fs::create_dir_all(path).map_err(TrainError::io(path))?;
         let lock = lock(path)?;
         // Another run may have been as quick: looked at again now that it would hold the lock.
         check_free(path)?;
         let folder = RunFolder { path: path.to_owned(), fresh: true, _lock: lock };
-        let file = RunFile { version: RUN_VERSION, steps, settings: settings.clone() };
-        let text = serde_json::to_string_pretty(&file).map_err(TrainError::json(&folder.run_file()))?;
-        write_file(&folder.run_file(), text.as_bytes())?;
+        folder.remember(remembered)?;
         write_file(&folder.config(), config.as_bytes())?;
+        if let Some(tokenizer) = tokenizer {
+            write_file(&folder.tokenizer(), tokenizer)?;
+        }
         Ok(folder)
+    }
+
+    /// Writes down what the run is remembered by.
+    ///
+    /// # Errors
+    /// When the folder cannot be written.
+    pub fn remember(&self, Remembered { settings, habits, steps }: &Remembered) -> Result<()> {
+        let (settings, habits) = (settings.clone(), habits.clone());
+        let file = RunFile { version: RUN_VERSION, steps: *steps, habits, settings };
+        let text = serde_json::to_string_pretty(&file).map_err(TrainError::json(&self.run_file()))?;
+        write_file(&self.run_file(), text.as_bytes())
     }
 
     /// Opens the folder of an earlier run.
     ///
     /// # Errors
     /// When it is not a run's folder of this version.
-    pub fn open(path: &Path) -> Result<(RunFolder, Settings, Option<u64>)> {
+    pub fn open(path: &Path) -> Result<(RunFolder, Remembered)> {
         let file = path.join(RUN_FILE);
         let text = fs::read_to_string(&file).map_err(|source| {
             TrainError::Usage(format!("{}: {source}; --resume takes the folder of a run", file.display()))
@@ -77,7 +108,8 @@ impl RunFolder {
             .check()
             .map_err(|e| TrainError::Usage(format!("{}: {e}; the file was changed", file.display())))?;
         let folder = RunFolder { path: path.to_owned(), fresh: false, _lock: lock(path)? };
-        Ok((folder, run.settings, run.steps))
+        let RunFile { settings, habits, steps, .. } = run;
+        Ok((folder, Remembered { settings, habits, steps }))
     }
 
     /// From here on the folder stays, whatever happens.
@@ -99,6 +131,11 @@ impl RunFolder {
         self.path.join("config.json")
     }
 
+    /// The tokenizer, where the data was read by one.
+    pub fn tokenizer(&self) -> PathBuf {
+        self.path.join(TOKENIZER)
+    }
+
     /// The schedule.
     pub fn schedule(&self) -> PathBuf {
         self.path.join("schedule.json")
@@ -107,6 +144,11 @@ impl RunFolder {
     /// A line for every step.
     pub fn metrics(&self) -> PathBuf {
         self.path.join("metrics.jsonl")
+    }
+
+    /// A line for every evaluation.
+    pub fn evaluations(&self) -> PathBuf {
+        self.path.join("evaluations.jsonl")
     }
 
     /// The trace.
@@ -257,7 +299,10 @@ pub(crate) fn replace(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<
         let file = File::create(&partial)?;
         write(&partial)?;
         file.sync_data()?;
-        fs::rename(&partial, path)
+        fs::rename(&partial, path)?;
+        // The name too is there after a power cut.
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
     };
     whole().map_err(|source| {
         let _ = fs::remove_file(&partial);

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cuda::Real;
 use crate::error::{Result, TrainError};
+use crate::habits::HabitArgs;
 use crate::model::Shape;
 
 /// Where the layers' arithmetic runs.
@@ -80,7 +81,7 @@ pub enum DurabilityChoice {
     /// All of it, in twice its space
     #[default]
     Step,
-    /// Nothing: what was saved at the end of the run, or when it was interrupted, is what it resumes from
+    /// Nothing: what was saved last (--save-every, the end of the run, an interruption) is what it resumes from
     Checkpoint,
 }
 
@@ -97,9 +98,19 @@ pub struct TrainArgs {
     /// Start from random weights although the folder named by --model holds some
     #[arg(long, conflicts_with = "resume")]
     pub random_weights: bool,
-    /// Training text: files or folders; default: this workspace's documents and sources
+    /// Training data: text files, or folders of them; files named .jsonl hold examples, an object with "prompt" and "answer" on each line,
+    /// of which the answers are learned. Default: this workspace's documents and sources
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub text: Vec<PathBuf>,
+    /// Every file of data holds examples, whatever its name; from folders, those named .jsonl are read
+    #[arg(long)]
+    pub jsonl: bool,
+    /// Hugging Face tokenizer.json that makes tokens of text; default: the one in the folder named by --model, or else every byte is a token
+    #[arg(long, value_name = "FILE")]
+    pub tokenizer: Option<PathBuf>,
+    /// Evaluation and saves.
+    #[command(flatten)]
+    pub habits: HabitArgs,
     /// Rows in a micro-batch [default: 8]
     #[arg(long, value_name = "N")]
     pub batch: Option<usize>,
@@ -311,6 +322,12 @@ pub struct Settings {
     /// Folder of the first weights; none: drawn from the seed.
     #[serde(default)]
     pub weights: Option<PathBuf>,
+    /// All files of data hold examples.
+    #[serde(default)]
+    pub jsonl: bool,
+    /// SHA-256 of the tokenizer; none: bytes are tokens.
+    #[serde(default)]
+    pub tokenizer: Option<String>,
 }
 
 impl Default for Settings {
@@ -338,6 +355,8 @@ impl Default for Settings {
             durability: DurabilityChoice::Step,
             text_hash: String::new(),
             weights: None,
+            jsonl: false,
+            tokenizer: None,
         }
     }
 }
@@ -365,6 +384,7 @@ impl Settings {
             dropout: args.dropout.unwrap_or(d.dropout),
             accum: args.accum.unwrap_or(d.accum),
             text: absolute(&args.text),
+            jsonl: args.jsonl,
             state_dir: args.state_dir.as_deref().map(absolute_path),
             device,
             dtype,
@@ -397,6 +417,8 @@ impl Settings {
             ("--dropout", args.dropout.is_some_and(|v| v != self.dropout)),
             ("--accum", args.accum.is_some_and(|v| v != self.accum)),
             ("--text", !args.text.is_empty() && absolute(&args.text) != self.text),
+            ("--jsonl", args.jsonl && !self.jsonl),
+            ("--tokenizer", args.tokenizer.is_some()),
             ("--model", args.model.is_some()),
             ("--dtype", args.dtype.is_some_and(|v| v != self.dtype)),
             ("--grad-dtype", args.grad_dtype.is_some_and(|v| v != self.grad_dtype)),
@@ -490,7 +512,7 @@ impl Settings {
 }
 
 /// As seen from anywhere, so that a run can be resumed from another folder.
-fn absolute(paths: &[PathBuf]) -> Vec<PathBuf> {
+pub(crate) fn absolute(paths: &[PathBuf]) -> Vec<PathBuf> {
     paths.iter().map(|path| absolute_path(path)).collect()
 }
 

@@ -10,27 +10,30 @@ use std::time::Instant;
 use lazy_model::perfetto::TraceWriter;
 use lazy_model::{Bytes, Seconds, Span, StepProblem, Tier};
 use lazy_optim_nvme::{NvmeAdam, OptimError, StepOutcome};
-use lazy_runtime::{Executor, ExecutorOptions, Program, StepReport};
+use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
 use lazy_store::Store;
 use lazy_store::scratch::RunDir;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use self::advance::{Advanced, Finals};
-use self::state::open_state;
+use self::state::{open_state, state_dir};
 use crate::backend::{Backend, Trained};
-use crate::batch::Batch;
 use crate::boundaries::BoundaryLog;
 use crate::console::Console;
 use crate::cuda::nvml::Watch;
-use crate::data::Corpus;
+use crate::data::Place;
+use crate::dataset::DataSet;
 use crate::error::{Result, TrainError};
+use crate::evaluation::{Evaluation, Evaluator};
+use crate::habits::Habits;
 use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
 use crate::planning::{Chosen, choose, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
 use crate::probe::median;
 use crate::report::{self, LastStep};
-use crate::run_folder::{MetricsWriter, RunFolder};
+use crate::run_folder::{MetricsWriter, Remembered, RunFolder};
+use crate::saves::Saves;
 use crate::settings::{DurabilityChoice, Settings, TrainArgs};
 use crate::stop;
 
@@ -50,7 +53,7 @@ pub struct Summary {
     pub loss_last: Option<f32>,
     /// Mean loss of the last 20 steps.
     pub loss_last_20: Option<f64>,
-    /// Entropy of single bytes of the text, in nats.
+    /// Entropy of single predicted tokens of the data, in nats.
     pub unigram_entropy: f64,
     /// Median over the steps of this process from the third on.
     pub tokens_per_s: Option<f64>,
@@ -74,6 +77,10 @@ pub struct Summary {
     pub nvme_mode: String,
     /// SHA-256 over the bytes of all weights in the order of their names.
     pub weights_digest: String,
+    /// The first evaluation of the run, where there was one.
+    pub evaluation_first: Option<Evaluation>,
+    /// The last one.
+    pub evaluation_last: Option<Evaluation>,
     /// Somebody asked for the run to stop before its last step.
     pub interrupted: bool,
     /// The run's folder.
@@ -107,7 +114,8 @@ pub fn train(args: &TrainArgs) -> Result<Summary> {
 struct Run<'a> {
     args: &'a TrainArgs,
     settings: Settings,
-    corpus: Corpus,
+    habits: Habits,
+    data: DataSet,
     trained: Trained,
     problem: StepProblem,
     chosen: Chosen,
@@ -115,6 +123,8 @@ struct Run<'a> {
     executor: Executor,
     program: Program,
     optimizer: NvmeAdam,
+    evaluator: Option<Evaluator>,
+    saves: Saves,
     /// Where the optimizer runs beside backward.
     finals: Option<Finals>,
     boundaries: Option<BoundaryLog>,
@@ -146,12 +156,27 @@ impl<'a> Run<'a> {
         console: Console,
     ) -> Result<Run<'a>> {
         stop::check()?;
-        let Prepared { settings, config, corpus, backend, initial, adam, resumed, out, steps } = prepared;
+        let Prepared {
+            settings,
+            habits,
+            config,
+            mut data,
+            backend,
+            initial,
+            adam,
+            resumed,
+            out,
+            steps,
+            told,
+        } = prepared;
         let new = resumed.is_none();
+        let remembered = Remembered { settings, habits, steps: told };
         let mut folder = match resumed {
             Some(folder) => folder,
-            None => RunFolder::create(&out, &settings, steps, &config)?,
+            None => RunFolder::create(&out, &remembered, &config, data.tokens.json())?,
         };
+        folder.remember(&remembered)?;
+        let Remembered { settings, habits, .. } = remembered;
         let watch = backend.gpu().map(Watch::start);
         let store = open_store(&backend, &chosen, &spill, args)?;
         let mut executor = Executor::new(store, backend.model()?, ExecutorOptions::default())?;
@@ -180,6 +205,11 @@ impl<'a> Run<'a> {
         let schedule = chosen.schedule.to_json()?;
         crate::run_folder::write_file(&folder.schedule(), schedule.as_bytes())?;
         let metrics = folder.read_metrics(cursor.next_step)?;
+        let evaluator = match data.evaluation.take() {
+            Some(corpus) => Some(Evaluator::open(corpus, habits.eval_every, &executor, &folder, first)?),
+            None => None,
+        };
+        let saves = Saves::new(&state_dir(&settings, &folder), habits.keep);
         let boundaries = match args.debug_boundaries {
             true => Some(BoundaryLog::create(&folder.boundaries(), &chosen.verified.plan)?),
             false => None,
@@ -192,7 +222,8 @@ impl<'a> Run<'a> {
         Ok(Run {
             args,
             settings,
-            corpus,
+            habits,
+            data,
             trained,
             problem,
             chosen,
@@ -200,6 +231,8 @@ impl<'a> Run<'a> {
             executor,
             program,
             optimizer,
+            evaluator,
+            saves,
             finals,
             boundaries,
             console,
@@ -223,6 +256,7 @@ impl<'a> Run<'a> {
             .map_err(TrainError::io(&self.folder.trace()))?;
         let began = Instant::now();
         self.console.begin(self.first, steps);
+        self.evaluate(steps == self.first)?;
         for step in self.first..steps {
             if stop::asked() {
                 self.interrupted = true;
@@ -231,32 +265,50 @@ impl<'a> Run<'a> {
             }
             self.step(step, began, &mut writer, &mut trace)?;
             self.next = step + 1;
+            self.after_step()?;
         }
         self.console.end();
         self.gpu_peak = self.watch.take().and_then(|mut watch| watch.most());
         self.save_state()?;
         trace.finish().and_then(|mut w| w.flush()).map_err(TrainError::io(&self.folder.trace()))?;
-        crate::export::checkpoint(&self.trained, &self.folder)?;
+        if !self.args.habits.no_save {
+            crate::export::checkpoint(&self.trained, &self.folder)?;
+        }
         let summary = self.summary()?;
         report::write(&self.folder, &self.report_inputs(&summary))?;
         self.console.summary(&summary, &self.folder);
         Ok(summary)
     }
 
-    /// Saves the optimizer's state where steps do not: the newest save is kept, and resumed from.
-    fn save_state(&mut self) -> Result<()> {
-        let name = format!("step-{}", self.next);
-        let dir = self.settings.state_dir.clone().unwrap_or_else(|| self.folder.state());
-        let saved = lazy_optim_nvme::generations(&dir)?;
-        if self.settings.durability == DurabilityChoice::Step || saved.iter().any(|known| known.name == name)
-        {
-            return Ok(());
+    /// What is done between steps.
+    fn after_step(&mut self) -> Result<()> {
+        self.saves.look_after(&mut self.optimizer)?;
+        let every = self.habits.save_every;
+        if every > 0 && self.next.is_multiple_of(every) && !self.args.habits.no_save {
+            self.saves.begin(&mut self.optimizer, self.next)?;
         }
-        self.optimizer.save(&name)?.wait()?;
-        for older in saved {
-            self.optimizer.remove_generation(&older.name)?;
+        self.evaluate(self.next == self.steps)
+    }
+
+    /// Evaluates the weights as they are, if that is due.
+    fn evaluate(&mut self, last: bool) -> Result<()> {
+        let Run { evaluator, executor, settings, trained, next, console, .. } = self;
+        let Some(evaluator) = evaluator.as_mut().filter(|evaluator| evaluator.is_due(*next, last)) else {
+            return Ok(());
+        };
+        let call = |batches| Ok(Step { seed: settings.seed, step: *next, inputs: trained.inputs(batches)? });
+        if let Some(line) = evaluator.run(executor, *next, settings, call)? {
+            console.evaluation(&line);
         }
         Ok(())
+    }
+
+    /// Saves the optimizer's state where steps do not, to resume from.
+    fn save_state(&mut self) -> Result<()> {
+        if self.settings.durability == DurabilityChoice::Checkpoint && !self.args.habits.no_save {
+            self.saves.begin(&mut self.optimizer, self.next)?;
+        }
+        self.saves.finish(&mut self.optimizer)
     }
 
     fn step(
@@ -268,10 +320,8 @@ impl<'a> Run<'a> {
     ) -> Result<()> {
         let start = Instant::now();
         let settings = &self.settings;
-        let inputs = (0..settings.accum as u64)
-            .map(|m| self.corpus.batch(settings.seed, step, m, settings.batch, settings.seq))
-            .collect::<std::result::Result<Vec<_>, _>>()?;
-        let inputs = Batch::next_token(inputs, settings.seq);
+        let place = Place { seed: settings.seed, step, accum: settings.accum, batch: settings.batch };
+        let inputs = self.data.train.step(place);
         let origin = Instant::now();
         let Advanced { passes, outcome, after } = self.advance(step, inputs, origin)?;
         // In a fixed order: the same sum for every schedule.
@@ -346,7 +396,12 @@ impl<'a> Run<'a> {
         peaks
     }
 
+    fn evaluations(&self) -> &[Evaluation] {
+        self.evaluator.as_ref().map_or(&[], Evaluator::lines)
+    }
+
     fn summary(&self) -> Result<Summary> {
+        let evaluations = self.evaluations();
         let own: Vec<&StepMetrics> = self.metrics.iter().filter(|m| m.step >= self.first).collect();
         let settled: Vec<f64> = own.iter().skip(2).map(|m| m.seconds.step.get()).collect();
         let measured = (!settled.is_empty()).then(|| median(settled));
@@ -358,7 +413,7 @@ impl<'a> Run<'a> {
             loss_first: self.metrics.first().map(|m| m.loss),
             loss_last: self.metrics.last().map(|m| m.loss),
             loss_last_20: (!last_20.is_empty()).then(|| last_20.iter().sum::<f64>() / last_20.len() as f64),
-            unigram_entropy: self.corpus.unigram_entropy(),
+            unigram_entropy: self.data.train.unigram_entropy(),
             tokens_per_s: measured.map(|s| self.settings.tokens() as f64 / s),
             predicted_step_s: self.chosen.verified.promise.step_s.get(),
             measured_step_s: measured,
@@ -370,6 +425,8 @@ impl<'a> Run<'a> {
             counts: self.chosen.schedule.counts(),
             nvme_mode: store.nvme_mode().map_or_else(|| "none".into(), ToString::to_string),
             weights_digest: digest(&self.trained)?,
+            evaluation_first: evaluations.first().copied(),
+            evaluation_last: evaluations.last().copied(),
             interrupted: self.interrupted,
             run: self.folder.path().to_owned(),
         })
@@ -385,6 +442,7 @@ impl<'a> Run<'a> {
             problem: &self.problem,
             budgets: self.chosen.budgets,
             metrics: &self.metrics,
+            evaluations: self.evaluations(),
             first: self.first,
             last: self.last.as_ref(),
         }

@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
-use lazy_model::ModelSpec;
+use lazy_model::{Bytes, ModelSpec, Tier};
+use lazy_runtime::Executor;
 use plan::{on, planned};
 use train_lm::decoder::{Decoder, with_slice};
 use train_lm::model::{HostModel, Shape};
@@ -16,6 +17,11 @@ use train_lm::model::{HostModel, Shape};
 fn load(case: &str, file: &str) -> BTreeMap<String, Tensor> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/decoder").join(case).join(file);
     candle_core::safetensors::load(path, &Device::Cpu).unwrap().into_iter().collect()
+}
+
+/// What the store holds between steps.
+fn held(executor: &Executor) -> [Bytes; 3] {
+    Tier::ALL.map(|tier| executor.store().live(tier))
 }
 
 fn check(case: &str, letters: &str) {
@@ -32,9 +38,18 @@ fn check(case: &str, letters: &str) {
     let model = HostModel::new(decoder, Shape { batch: 2, seq: 24 }, 1, 0.0);
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (mut program, mut executor) = planned(&model, letters, dir.path(), true);
-    let loss = executor.run(&mut program, &on(ids, 24, 0)).unwrap().losses[0];
-
     let expected = json["loss"].as_f64().unwrap();
+    // An evaluation gives the same loss, and leaves the store as it was.
+    let before = held(&executor);
+    let mut evaluation = executor.prepare_evaluation().unwrap();
+    for _ in 0..2 {
+        let ids: &Vec<u32> = &ids;
+        let loss = executor.run(&mut evaluation, &on(ids.clone(), 24, 0)).unwrap().losses[0];
+        assert!((f64::from(loss) - expected).abs() < 1e-5, "{case}: evaluated {loss} for {expected}");
+        assert_eq!(held(&executor), before);
+    }
+    assert!(model.gradients.read().iter().all(|gradient| gradient.iter().all(|&v| v == 0.0)));
+    let loss = executor.run(&mut program, &on(ids, 24, 0)).unwrap().losses[0];
     assert!((f64::from(loss) - expected).abs() < 1e-5, "{case}: loss {loss} for {expected}");
     let gradients = model.gradients.read();
     for ((name, _), gradient) in model.decoder.parameters().iter().zip(&gradients) {

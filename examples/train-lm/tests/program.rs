@@ -98,3 +98,39 @@ fn readers_that_have_gone_do_not_end_a_run() {
     assert!(child.wait().unwrap().success());
     assert_eq!(lines(&dir.path().join("run/metrics.jsonl")), 2);
 }
+
+#[test]
+fn t8_clean_removes_what_a_killed_run_left_and_nothing_of_one_that_goes_on() {
+    let dir = place();
+    let clean = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_train-lm"));
+        let output = command.current_dir(dir.path()).args(["clean", "--nvme-dir", "spill"]).output().unwrap();
+        assert!(output.status.success() && output.stdout.is_empty());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let mut children = ["killed", "goes-on"].map(|out| {
+        let child = program(dir.path(), &new_run(out, "1000000")).spawn().unwrap();
+        while lines(&dir.path().join(out).join("metrics.jsonl")) < 2 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        child
+    });
+    assert!(clean().ends_with("0 removed, 2 in use, 0 left alone\n"));
+    children[0].kill().unwrap();
+    children[0].wait().unwrap();
+    let said = clean();
+    assert!(said.ends_with("1 removed, 1 in use, 0 left alone\n"), "{said}");
+    // The other one did not notice.
+    let before = lines(&dir.path().join("goes-on/metrics.jsonl"));
+    while lines(&dir.path().join("goes-on/metrics.jsonl")) < before + 2 {
+        assert!(children[1].try_wait().unwrap().is_none());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    signal(&children[1], Signal::INT);
+    children[1].wait().unwrap();
+    assert!(clean().ends_with("0 removed, 0 in use, 0 left alone\n"));
+    // And the killed one goes on where it was.
+    let done = lines(&dir.path().join("killed/metrics.jsonl"));
+    let resumed = summary(&mut program(dir.path(), &["--resume", "killed", "--steps", &done.to_string()]), 0);
+    assert!(resumed["steps"].as_u64().unwrap() >= done as u64);
+}

@@ -66,15 +66,36 @@ fn refusal(args: &TrainArgs) -> String {
     }
 }
 
+fn lines_of(run: &Path) -> Vec<Value> {
+    lines(&run.join("metrics.jsonl"))
+}
+
 fn lines(path: &Path) -> Vec<Value> {
     fs::read_to_string(path).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect()
 }
 
+/// A profile by which a layer is always slower than a copy, so that every tier is worth its while on any machine.
+fn slow_layers(place: &Place) -> String {
+    let measured = train_lm::prepare::probe_only(&place.args("probed")).unwrap().to_json();
+    let mut profile: Value = serde_json::from_str(&measured).unwrap();
+    for link in profile["links"].as_object_mut().unwrap().values_mut().filter(|link| !link.is_null()) {
+        link["value"] = 1e9.into();
+    }
+    for time in ["forward_ms", "saving_forward_ms", "backward_ms"] {
+        profile["times"][time]["value"] = vec![20.0; 8].into();
+    }
+    profile.to_string()
+}
+
+/// With dropout: what is recomputed drops what its first forward dropped.
 #[test]
-fn weights_are_the_same_for_every_plan_prefetch_and_caps() {
+fn r2_r3_weights_are_the_same_for_every_plan_prefetch_and_caps() {
     let place = Place::new();
+    let profile = place.path("profile.json");
+    fs::write(&profile, slow_layers(&place)).unwrap();
     for accum in [1, 3] {
-        let base = TrainArgs { accum: Some(accum), ..place.args(&format!("resident {accum}")) };
+        let mut base = TrainArgs { accum: Some(accum), ..place.args(&format!("resident {accum}")) };
+        base.budgets.profile = Some(profile.clone());
         let expected = run(&TrainArgs { plan: "resident".into(), ..base.clone() });
         let out = |name: String| Some(place.path(&name));
         let checkpoint =
@@ -158,6 +179,193 @@ fn training_starts_from_the_weights_in_the_models_folder_unless_it_is_told_not_t
     let message = refusal(&from("mixed run", mixed, 0));
     assert!(message.contains("cannot start from the weights in"), "{message}");
     assert!(!place.path("mixed run").exists());
+}
+
+/// Words that are tokens of their own.
+const TOKENIZER: &str = r#"{
+  "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+  "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
+  "model": {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {
+    "[UNK]": 0, "</s>": 1, "plus": 2, "is": 3, "0": 4, "1": 5, "2": 6, "3": 7, "4": 8, "5": 9, "6": 10, "7": 11, "8": 12, "9": 13}}
+}"#;
+
+#[test]
+fn answers_to_prompts_are_learned_and_a_resumed_run_has_the_rows_that_it_would_have_had() {
+    let place = Place::new();
+    fs::write(place.path("tokenizer.json"), TOKENIZER).unwrap();
+    let lines = (0..50).map(|i| (i % 5, i / 10)).map(|(a, b)| {
+        serde_json::json!({ "prompt": format!("{a} plus {b} is"), "answer": (a + b).to_string() }).to_string()
+    });
+    fs::write(place.path("sums.jsonl"), lines.collect::<Vec<_>>().join("\n")).unwrap();
+    let args = |name: &str, steps| TrainArgs {
+        text: vec![place.path("sums.jsonl")],
+        tokenizer: Some(place.path("tokenizer.json")),
+        // Five examples of six tokens in a row: a pass takes two and a half steps.
+        seq: Some(30),
+        accum: Some(2),
+        steps: Some(steps),
+        ..place.args(name)
+    };
+    let straight = run(&args("straight", 9));
+    run(&args("cut", 4));
+    fs::remove_file(place.path("tokenizer.json")).unwrap();
+    let resume = |steps| TrainArgs {
+        steps: Some(steps),
+        resume: Some(place.path("cut")),
+        plan: "auto".into(),
+        json: true,
+        ..TrainArgs::default()
+    };
+    let resumed = run(&resume(9));
+    assert_eq!(resumed.weights_digest, straight.weights_digest);
+    let losses = |name: &str| -> Vec<Value> {
+        lines_of(&place.path(name)).iter().map(|line| line["loss"].clone()).collect()
+    };
+    assert_eq!(losses("cut"), losses("straight"));
+    // Sums from 0 to 8, the middle ones more often, and behind each the end of text: 1.7325489549 nats.
+    assert!((straight.unigram_entropy - 1.732_548_954_9).abs() < 1e-9, "{}", straight.unigram_entropy);
+    let checkpoint = place.path("cut/checkpoint/tokenizer.json");
+    assert_eq!(fs::read_to_string(checkpoint).unwrap(), TOKENIZER);
+    let message = refusal(&TrainArgs { tokenizer: Some(place.path("other.json")), ..resume(10) });
+    assert!(message.contains("--tokenizer cannot be changed"), "{message}");
+    fs::write(place.path("cut/tokenizer.json"), TOKENIZER.replace("plus", "minus")).unwrap();
+    let message = refusal(&resume(10));
+    assert!(message.contains("tokenizer.json has changed"), "{message}");
+    fs::write(place.path("tokenizer.json"), TOKENIZER).unwrap();
+    let learned = run(&TrainArgs { dropout: None, lr: Some(1e-2), ..args("learned", 80) });
+    assert!(learned.loss_last_20.unwrap() < 0.6 * learned.unigram_entropy, "{:?}", learned.loss_last_20);
+}
+
+#[test]
+fn evaluations_are_written_down_and_change_no_bit() {
+    let place = Place::new();
+    fs::write(place.path("held-out.txt"), "7 times 3 is 21. 12 times 6 is 72. ".repeat(9)).unwrap();
+    let plain = run(&TrainArgs { steps: Some(5), accum: Some(2), ..place.args("plain") });
+    assert!(!place.path("plain/evaluations.jsonl").exists() && plain.evaluation_first.is_none());
+    let evaluated = |name: &str, steps| {
+        let mut args = TrainArgs { steps: Some(steps), accum: Some(2), ..place.args(name) };
+        args.habits.eval_text = vec![place.path("held-out.txt")];
+        args.habits.eval_every = Some(2);
+        args
+    };
+    let straight = run(&evaluated("straight", 5));
+    assert_eq!(straight.weights_digest, plain.weights_digest);
+    assert!(straight.hbm_peak_bytes <= straight.hbm_budget_bytes);
+    let column = |name: &str, key: &str| -> Vec<Value> {
+        lines(&place.path(name).join("evaluations.jsonl")).iter().map(|line| line[key].clone()).collect()
+    };
+    // Before the first step, every second one, and at the end.
+    assert_eq!(column("straight", "step"), [0, 2, 4, 5]);
+    // 315 bytes in ten rows; each but the last of a text is followed by one that is predicted.
+    assert!(column("straight", "tokens").iter().all(|tokens| *tokens == 314));
+    let first = straight.evaluation_first.unwrap();
+    // Random weights know nothing of 256 bytes, and dropout plays no part.
+    assert!((first.loss - 256f64.ln()).abs() < 0.1, "{first:?}");
+    assert!((first.perplexity / first.loss.exp() - 1.0).abs() < 1e-12);
+    let early = column("straight", "loss");
+    assert!(early[2].as_f64() < early[0].as_f64(), "{early:?}");
+    // A resumed run goes on evaluating, whatever else was done before: also with another interval.
+    run(&evaluated("cut", 3));
+    let mut resume = TrainArgs {
+        steps: Some(5),
+        resume: Some(place.path("cut")),
+        plan: "auto".into(),
+        json: true,
+        ..TrainArgs::default()
+    };
+    resume.habits.eval_every = Some(1);
+    run(&resume);
+    assert_eq!(column("cut", "step"), [0, 2, 3, 4, 5]);
+    let (cut, losses) = (column("cut", "loss"), column("straight", "loss"));
+    assert_eq!([&cut[..2], &cut[3..]].concat(), losses);
+    assert!(fs::read_to_string(place.path("cut/report.html")).unwrap().contains("perplexity"));
+    let mut without = place.args("without");
+    without.habits.eval_every = Some(1);
+    let message = refusal(&without);
+    assert!(message.contains("--eval-text"), "{message}");
+}
+
+#[test]
+fn a_run_saves_as_often_as_it_is_told_and_keeps_as_many() {
+    let place = Place::new();
+    for (name, durability) in [("step", DurabilityChoice::Step), ("checkpoint", DurabilityChoice::Checkpoint)]
+    {
+        let mut args = TrainArgs { steps: Some(7), durability: Some(durability), ..place.args(name) };
+        args.habits.save_every = Some(2);
+        args.habits.keep = Some(2);
+        run(&args);
+        let saved = |name: &str| -> Vec<String> {
+            let found = lazy_optim_nvme::generations(&place.path(name).join("state")).unwrap();
+            found.into_iter().map(|generation| generation.name).collect()
+        };
+        let last =
+            if durability == DurabilityChoice::Step { ["step-4", "step-6"] } else { ["step-6", "step-7"] };
+        assert_eq!(saved(name), last);
+        // Nothing at all, not even where steps leave nothing.
+        args.out = Some(place.path(&format!("{name} none")));
+        args.habits = train_lm::habits::HabitArgs { no_save: true, ..Default::default() };
+        run(&args);
+        assert!(saved(&format!("{name} none")).is_empty());
+        assert!(!place.path(&format!("{name} none/checkpoint")).exists());
+    }
+}
+
+#[test]
+fn o2_a_state_of_another_model_or_with_a_bit_flipped_is_refused_by_name() {
+    let place = Place::new();
+    run(&place.args("run"));
+    let resume = TrainArgs {
+        steps: Some(6),
+        resume: Some(place.path("run")),
+        plan: "auto".into(),
+        ..TrainArgs::default()
+    };
+    let config = place.path("run/config.json");
+    let good = fs::read_to_string(&config).unwrap();
+    fs::write(&config, good.replace("\"intermediate_size\": 96", "\"intermediate_size\": 112")).unwrap();
+    let message = refusal(&resume);
+    assert!(message.contains("mlp"), "the first parameter that differs is named: {message}");
+    fs::write(&config, good).unwrap();
+    let slots = || {
+        let state = fs::read_dir(place.path("run/state")).unwrap().map(|entry| entry.unwrap().path());
+        let mut slots: Vec<PathBuf> = state.filter(|path| path.metadata().unwrap().len() > 8192).collect();
+        slots.sort();
+        slots
+    };
+    let before: Vec<Vec<u8>> = slots().iter().map(|path| fs::read(path).unwrap()).collect();
+    // In one slot file or the other of the first bucket: one of the two is the state that would be read.
+    for path in &slots()[..2] {
+        let mut bytes = fs::read(path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 4;
+        fs::write(path, bytes).unwrap();
+    }
+    let message = refusal(&resume);
+    assert!(message.contains("state"), "{message}");
+    for (path, bytes) in slots().iter().zip(before) {
+        fs::write(path, bytes).unwrap();
+    }
+    assert_eq!(run(&resume).steps, 6);
+}
+
+#[test]
+fn m1_a_model_behind_a_wrapper_is_the_model_itself() {
+    let place = Place::new();
+    let nested = format!(r#"{{"model_type": "wrapped", "num_hidden_layers": 3, "text_config": {CONFIG}}}"#);
+    fs::write(place.path("nested.json"), nested).unwrap();
+    let wrapped =
+        TrainArgs { model: Some(place.path("nested.json")), steps: Some(1), ..place.args("wrapped") };
+    let plain = TrainArgs { steps: Some(1), ..place.args("plain") };
+    assert_eq!(run(&wrapped).weights_digest, run(&plain).weights_digest);
+}
+
+#[test]
+fn m7_caps_are_what_their_flags_say_to_the_byte() {
+    let place = Place::new();
+    let mut args = TrainArgs { steps: Some(0), ..place.args("run") };
+    args.budgets.hbm_gib = Some(0.25);
+    let summary = run(&args);
+    assert_eq!(summary.hbm_budget_bytes.get(), 268_435_456);
 }
 
 #[test]
@@ -517,9 +725,20 @@ fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
     )
     .unwrap();
     fs::write(place.path("empty.txt"), "").unwrap();
+    fs::write(place.path("wide.txt"), "é".repeat(100)).unwrap();
+    fs::write(place.path("narrow.json"), CONFIG.replace("256", "128")).unwrap();
     fs::write(place.path("not-a-schedule.json"), "[]").unwrap();
     fs::create_dir(place.path("full")).unwrap();
     fs::write(place.path("full/file"), "x").unwrap();
+    // M2 and M4 of the models' configurations: heads that do not divide, kinds of layers.
+    let no_head_dim =
+        CONFIG.replace("\"head_dim\": 16, ", "").replace("\"hidden_size\": 48", "\"hidden_size\": 50");
+    fs::write(place.path("m2.json"), no_head_dim).unwrap();
+    for (name, kinds) in [("m4-few.json", "\"full_attention\""), ("m4-kind.json", "\"mamba2\"")] {
+        let all = if name == "m4-few.json" { kinds.to_owned() } else { [kinds; 8].join(", ") };
+        let config = CONFIG.replacen('{', &format!("{{ \"layer_types\": [{all}],"), 1);
+        fs::write(place.path(name), config).unwrap();
+    }
     let model = |name: &str| TrainArgs { model: Some(place.path(name)), ..base.clone() };
     let text = |name: &str| TrainArgs { text: vec![place.path(name)], ..base.clone() };
     let budget = |edit: fn(&mut TrainArgs)| {
@@ -533,8 +752,15 @@ fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
         (model("bad.json"), "not valid JSON"),
         (model("gpt.json"), "gpt2"),
         (model("hole.json"), "hidden_size"),
+        (model("m2.json"), "head_dim"),
+        (model("m4-few.json"), "layer_types"),
+        (model("m4-kind.json"), "mamba2"),
         (text("empty.txt"), "no text"),
         (text("absent.txt"), "absent.txt"),
+        (TrainArgs { tokenizer: Some(place.path("absent.json")), ..base.clone() }, "absent.json"),
+        (TrainArgs { tokenizer: Some(place.path("bad.json")), ..base.clone() }, "tokenizer, "),
+        (TrainArgs { jsonl: true, ..base.clone() }, "text.txt, line 1: "),
+        (TrainArgs { text: vec![place.path("wide.txt")], ..model("narrow.json") }, "with --tokenizer"),
         (TrainArgs { seq: Some(100_000), ..base.clone() }, "give more text or shorter sequences"),
         (TrainArgs { plan: file, ..base.clone() }, "make a new one with `lazy-plan --out FILE`"),
         (TrainArgs { plan: "no-such-plan".into(), ..base.clone() }, "`auto`, `resident`, `checkpoint`"),

@@ -16,6 +16,7 @@ use crate::batch::Batch;
 use crate::cuda::memory::Mark;
 use crate::decoder::{Decoder, DecoderError};
 use crate::error::{Result, TrainError};
+use crate::phase::{self, Phase};
 use crate::settings::{DurabilityChoice, Settings};
 
 /// What a step did.
@@ -72,8 +73,8 @@ impl Finals {
 
 impl Run<'_> {
     /// Runs the passes and the optimizer; the weights are those that the passes use, overwritten chunk by chunk.
-    pub(super) fn advance(&mut self, step: u64, inputs: Vec<Batch>, origin: Instant) -> Result<Advanced> {
-        let call = Step { seed: self.settings.seed, step, inputs: self.trained.inputs(inputs)? };
+    pub(super) fn advance(&mut self, step: u64, batches: Vec<Batch>, origin: Instant) -> Result<Advanced> {
+        let call = Step { seed: self.settings.seed, step, inputs: self.trained.inputs(batches)? };
         let (groups, blob) = (self.groups(step), self.cursor(step + 1)?);
         let input = StepInput {
             groups: &groups,
@@ -82,10 +83,13 @@ impl Run<'_> {
             origin: Some(origin),
             ..StepInput::default()
         };
-        match self.finals.is_some() {
+        phase::enter(Phase::Passes);
+        let advanced = match self.finals.is_some() {
             true => self.beside_backward(&call, &input),
             false => self.after_backward(&call, &input),
-        }
+        };
+        phase::enter(Phase::Between);
+        advanced
     }
 
     fn groups(&self, step: u64) -> [GroupOptions; GROUPS] {
@@ -205,6 +209,7 @@ fn write_to<'a>(
     failed: &'a mut Option<DecoderError>,
 ) -> impl FnMut(usize, usize, &[f32]) + 'a {
     move |parameter, first, values| {
+        phase::enter(Phase::WriteBack);
         if let Err(error) = decoder.write_parameter(parameter, first, values) {
             failed.get_or_insert(error);
         }

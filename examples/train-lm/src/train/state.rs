@@ -1,6 +1,6 @@
 //! The optimizer's state of a run: made, opened, gone back to.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use lazy_model::{Bytes, Schedule};
 use lazy_optim_nvme::{AdamOptions, LoadOptions, NvmeAdam, OptimError, ParamSpec};
@@ -55,6 +55,11 @@ fn check_save(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<()>
     Ok(())
 }
 
+/// Where the optimizer's state lies.
+pub(super) fn state_dir(settings: &Settings, folder: &RunFolder) -> PathBuf {
+    settings.state_dir.clone().unwrap_or_else(|| folder.state())
+}
+
 /// Opens the optimizer's state, from which the weights are rebuilt, or makes it of the first weights.
 pub(super) fn open_state(
     settings: &Settings,
@@ -65,7 +70,7 @@ pub(super) fn open_state(
     schedule: &Schedule,
 ) -> Result<(NvmeAdam, Cursor)> {
     let specs = optimized(trained.spec(), settings);
-    let dir = &settings.state_dir.clone().unwrap_or_else(|| folder.state());
+    let dir = &state_dir(settings, folder);
     if let Some(initial) = new {
         check_save(dir, &specs, adam)?;
         let absent = !dir.exists();
