@@ -309,3 +309,27 @@ pub(crate) fn replace(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<
         TrainError::Io { path: path.to_owned(), source }
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn o3_what_could_not_be_written_whole_leaves_what_was_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        write_file(&path, b"old").unwrap();
+        let full = |partial: &Path| {
+            fs::write(partial, "half")?;
+            Err(std::io::Error::from(std::io::ErrorKind::StorageFull))
+        };
+        let error = replace(&path, full).unwrap_err().to_string();
+        assert!(error.contains("model.safetensors") && error.contains("has room"), "{error}");
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        // What a kill leaves half-written is in nobody's way.
+        fs::write(dir.path().join("model.safetensors.partial"), "half").unwrap();
+        write_file(&path, b"new").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+}
