@@ -13,8 +13,8 @@ use crate::slot::BLOCK;
 /// Blocks of a window: whole pages of every section in every format.
 pub(crate) const WINDOW: usize = 16;
 
-/// Windows read ahead at most: enough for a drive to be busy while one is used.
-const MOST: usize = 4;
+/// Windows read ahead at most: one is on its way while another is checked. More took more of the system's time and no less in all.
+const MOST: usize = 2;
 
 /// The sections of a window.
 pub(crate) type Sections = [AlignedBuf; 3];

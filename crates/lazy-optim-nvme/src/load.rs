@@ -35,7 +35,7 @@ impl NvmeAdam {
     /// groups and the number and kind of shards are free to change; the state has the same bits. Parameters that are not asked
     /// for are left out. Where nothing of that differs from a generation on the same file system, its slot files are linked
     /// and no data is read but what is at home in RAM; otherwise everything is streamed and checked, in memory of the
-    /// [ring](NvmeAdam::memory_bytes) and 18 MiB a source. Step counts are carried over; the [blob](NvmeAdam::blob) is that
+    /// [ring](NvmeAdam::memory_bytes) and 12 MiB a source. Step counts are carried over; the [blob](NvmeAdam::blob) is that
     /// of the first source.
     ///
     /// # Errors
