@@ -21,7 +21,6 @@ enum Name {
     TrainLm,
     LazyPlan,
     BenchGpu,
-    TestGpu,
 }
 
 impl Name {
@@ -31,7 +30,6 @@ impl Name {
             Name::TrainLm => ("train-lm", "train-lm", &[]),
             Name::LazyPlan => ("lazy-solver", "lazy-plan", &["cli"]),
             Name::BenchGpu => ("train-lm", "bench-gpu", &[]),
-            Name::TestGpu => ("train-lm", "test-gpu", &[]),
         }
     }
 }
