@@ -199,12 +199,11 @@ impl Corpus {
                     rows.targets().count()
                 );
                 if rows.cut > 0 {
-                    text += &format!(
-                        "; {} examples are longer than a row: {} of them were cut, {} left out for their prompts alone fill one",
-                        rows.cut,
-                        rows.cut - rows.left_out.min(rows.cut),
-                        rows.left_out
-                    );
+                    text += &format!("; {} examples are longer than a row and were cut", rows.cut);
+                }
+                if rows.left_out > 0 {
+                    let why = "of which no predicted token is left";
+                    text += &format!("; {} examples {why} were left out", rows.left_out);
                 }
                 text
             }

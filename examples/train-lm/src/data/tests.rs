@@ -140,6 +140,10 @@ fn of_examples_the_answers_are_predicted() {
     let expected = [("123\0\0\0", "23----"), ("abcd\0\0", "-cd---")];
     assert_eq!(rows, expected.map(|(i, t)| (i.to_owned(), t.to_owned())).into());
     assert_eq!(batch.tokens, 4);
+    assert_eq!(
+        corpus.describe(),
+        "2 rows of 6 tokens, of which 4 are predicted; 1 examples of which no predicted token is left were left out"
+    );
     assert_eq!(read("lines.txt", true).step(place(1, 0, 2)), corpus.step(place(1, 0, 2)));
     assert_eq!(
         Corpus::train(&[folder.path().to_owned()], &Reading { jsonl: true, seq: 6, ..BYTES }).unwrap().rows(),
