@@ -37,6 +37,8 @@ enum Task {
     Plan(Passed),
     /// Measure this machine's links into a profile: starts `train-lm probe`
     Probe(Passed),
+    /// Draw the report of a run again, or two runs on one page: starts `train-lm report`
+    Report(Passed),
     /// Remove the spill folders of dead runs, and nothing else: starts `train-lm clean`
     Clean(Passed),
     /// Measure, and compare with targets and peers
@@ -65,6 +67,7 @@ fn main() -> ExitCode {
         Task::Train(passed) => programs::start(Program::TrainLm, Some("train"), &passed.args),
         Task::Plan(passed) => programs::start(Program::LazyPlan, None, &passed.args),
         Task::Probe(passed) => programs::start(Program::TrainLm, Some("probe"), &passed.args),
+        Task::Report(passed) => programs::start(Program::TrainLm, Some("report"), &passed.args),
         Task::Clean(passed) => programs::start(Program::TrainLm, Some("clean"), &passed.args),
         Task::TestGpu(passed) => programs::start(Program::TrainLm, Some("test-gpu"), &passed.args),
         Task::Bench(options) => bench::run(&options).map(|()| ExitCode::SUCCESS),

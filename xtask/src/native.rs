@@ -165,7 +165,11 @@ fn how_to_install(has_compiler: bool, is_present: impl Fn(&str) -> bool) -> Stri
         None => MANAGERS.iter().map(line).collect::<Vec<_>>().join(" | "),
     };
     let what = if has_compiler { "" } else { "a C compiler and " };
-    format!("{what}the library of the CBC solver must be installed first; do so and run this again: {how}")
+    // Who is not root may have no `sudo`: it is not assumed.
+    format!(
+        "{what}the library of the CBC solver must be installed first; do so, as root where the package manager wants that, and run \
+         this again: {how}"
+    )
 }
 
 /// Asks the linker itself: only it knows every place it looks in.

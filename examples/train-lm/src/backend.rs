@@ -58,6 +58,17 @@ impl Backend {
         }
     }
 
+    /// The device, for a person.
+    pub fn in_words(&self) -> String {
+        match self.gpu() {
+            None => {
+                let threads = std::thread::available_parallelism().map_or(1, usize::from);
+                format!("host, {threads} thread(s)")
+            }
+            Some(gpu) => gpu.context().name().unwrap_or_else(|_| "a GPU".into()),
+        }
+    }
+
     /// The device as store and optimizer take it.
     pub fn device(&self) -> DeviceChoice {
         match self.gpu() {

@@ -37,17 +37,29 @@ pub fn print(text: &str) -> Result<()> {
 pub struct Console {
     bar: ProgressBar,
     terminal: bool,
+    /// Words in colour: a terminal, and `NO_COLOR` unset or empty.
+    colours: bool,
     json: bool,
 }
+
+const YELLOW: &str = "\x1b[33m";
+const BOLD: &str = "\x1b[1m";
+const PLAIN: &str = "\x1b[0m";
 
 impl Console {
     /// With `json`, standard output is left to the one object that the program writes at the end.
     pub fn new(json: bool) -> Self {
-        Console { bar: ProgressBar::hidden(), terminal: std::io::stderr().is_terminal(), json }
+        let terminal = std::io::stderr().is_terminal();
+        let colours = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        Console { bar: ProgressBar::hidden(), terminal, colours, json }
     }
 
     fn line(&self, text: &str) {
         if self.bar.is_hidden() { tell(text) } else { self.bar.println(text) }
+    }
+
+    fn painted(&self, colour: &str, text: &str) -> String {
+        if self.colours { format!("{colour}{text}{PLAIN}") } else { text.to_owned() }
     }
 
     /// What is being done.
@@ -57,12 +69,12 @@ impl Console {
 
     /// Something to know.
     pub fn note(&self, text: &str) {
-        self.line(&format!("note: {text}"));
+        self.line(&format!("{} {text}", self.painted(BOLD, "note:")));
     }
 
     /// Something to look after.
     pub fn warn(&self, text: &str) {
-        self.line(&format!("warning: {text}"));
+        self.line(&format!("{} {text}", self.painted(YELLOW, "warning:")));
     }
 
     /// The plan and its promises.
@@ -142,8 +154,8 @@ impl Console {
         self.bar = ProgressBar::hidden();
     }
 
-    /// What the run came to.
-    pub fn summary(&self, s: &Summary, folder: &RunFolder) {
+    /// What the run came to, and what would help most.
+    pub fn summary(&self, s: &Summary, next: Option<&str>, folder: &RunFolder) {
         if self.json {
             return;
         }
@@ -168,6 +180,9 @@ impl Console {
             s.nvme_mode,
             &s.weights_digest[..16.min(s.weights_digest.len())]
         ));
+        if let Some(next) = next {
+            self.line(&format!("next: {next}"));
+        }
         self.line(&format!("report: {}", folder.report().display()));
     }
 }

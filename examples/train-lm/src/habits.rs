@@ -10,6 +10,7 @@ use crate::settings::absolute;
 
 /// Flags of it.
 #[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Evaluation and saves")]
 pub struct HabitArgs {
     /// Data to evaluate on: files or folders, read as --text is; before the first step, at every --eval-every and at the end
     #[arg(long, value_name = "PATH", num_args = 1..)]

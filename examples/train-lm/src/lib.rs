@@ -1,8 +1,10 @@
 //! A Qwen3-style language-model trainer on the lazy crates: the downstream program that uses all of them.
 
+pub mod advice;
 pub mod backend;
 pub mod batch;
 mod boundaries;
+pub mod cli;
 pub mod console;
 pub mod cuda;
 pub mod data;
@@ -15,6 +17,7 @@ pub mod export;
 pub mod habits;
 pub mod metrics;
 pub mod model;
+mod noted;
 pub mod phase;
 pub mod planning;
 pub mod prepare;

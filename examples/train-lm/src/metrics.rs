@@ -28,6 +28,9 @@ pub struct StepMetrics {
     pub bytes: LaneBytes,
     /// Time arithmetic waited for each link.
     pub exposed_s: ExposedSeconds,
+    /// Time each link moved activations, weights and gradients, whatever ran beside it. Zero in lines of versions that did not tell.
+    #[serde(default)]
+    pub busy_s: LaneSeconds,
     /// Most bytes held in each tier.
     pub peak_bytes: TierBytes,
     /// Resident set of the process, all of it.
@@ -52,12 +55,22 @@ pub struct StepSeconds {
     pub forward: Seconds,
     /// Loss and layers backward, recomputation included.
     pub backward: Seconds,
+    /// The forwards in it that were run again. Zero in lines of versions that did not tell.
+    #[serde(default)]
+    pub recompute: Seconds,
     /// Norm of the gradients and clip coefficient.
     pub clip: Seconds,
     /// Streaming and updating the state, and the commit.
     pub optimizer: Seconds,
     /// Setting gradients to zero.
     pub zero_grad: Seconds,
+}
+
+impl StepSeconds {
+    /// All that a promise counts as the optimizer: norm and clip coefficient, update and commit, setting gradients to zero.
+    pub fn all_of_optimizer(&self) -> Seconds {
+        self.clip + self.optimizer + self.zero_grad
+    }
 }
 
 /// Bytes moved on each lane.
@@ -87,6 +100,36 @@ impl LaneBytes {
             }
         }
         bytes
+    }
+}
+
+/// Time of each lane.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LaneSeconds {
+    /// Device to host.
+    pub d2h: Seconds,
+    /// Host to device.
+    pub h2d: Seconds,
+    /// Writes to NVMe.
+    pub nvme_write: Seconds,
+    /// Reads from NVMe.
+    pub nvme_read: Seconds,
+}
+
+impl LaneSeconds {
+    /// Adds up the spans of each lane.
+    pub fn of<'a>(spans: impl IntoIterator<Item = &'a Span>) -> Self {
+        let mut seconds = LaneSeconds::default();
+        for span in spans {
+            match span.lane {
+                Lane::D2h => seconds.d2h += span.duration(),
+                Lane::H2d => seconds.h2d += span.duration(),
+                Lane::NvmeWrite => seconds.nvme_write += span.duration(),
+                Lane::NvmeRead => seconds.nvme_read += span.duration(),
+                Lane::Compute | Lane::Optimizer => {}
+            }
+        }
+        seconds
     }
 }
 

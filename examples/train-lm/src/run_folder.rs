@@ -18,6 +18,14 @@ use crate::settings::Settings;
 const RUN_VERSION: u32 = 1;
 /// The run's settings.
 const RUN_FILE: &str = "run.json";
+/// A line for every step.
+const METRICS_FILE: &str = "metrics.jsonl";
+/// A line for every evaluation.
+pub const EVALUATIONS_FILE: &str = "evaluations.jsonl";
+/// The hardware profile that the plan was made on.
+pub const PROFILE_FILE: &str = "profile.json";
+/// That profile, corrected by what the run showed.
+pub const CORRECTED_FILE: &str = "corrected-profile.json";
 
 /// A run's folder.
 pub struct RunFolder {
@@ -92,24 +100,9 @@ impl RunFolder {
     /// # Errors
     /// When it is not a run's folder of this version.
     pub fn open(path: &Path) -> Result<(RunFolder, Remembered)> {
-        let file = path.join(RUN_FILE);
-        let text = fs::read_to_string(&file).map_err(|source| {
-            TrainError::Usage(format!("{}: {source}; --resume takes the folder of a run", file.display()))
-        })?;
-        let run: RunFile = serde_json::from_str(&text).map_err(TrainError::json(&file))?;
-        if run.version != RUN_VERSION {
-            return Err(TrainError::Usage(format!(
-                "{} has version {}, this program reads version {RUN_VERSION}",
-                file.display(),
-                run.version
-            )));
-        }
-        run.settings
-            .check()
-            .map_err(|e| TrainError::Usage(format!("{}: {e}; the file was changed", file.display())))?;
+        let remembered = read_run(path)?;
         let folder = RunFolder { path: path.to_owned(), fresh: false, _lock: lock(path)? };
-        let RunFile { settings, habits, steps, .. } = run;
-        Ok((folder, Remembered { settings, habits, steps }))
+        Ok((folder, remembered))
     }
 
     /// From here on the folder stays, whatever happens.
@@ -143,12 +136,12 @@ impl RunFolder {
 
     /// A line for every step.
     pub fn metrics(&self) -> PathBuf {
-        self.path.join("metrics.jsonl")
+        self.path.join(METRICS_FILE)
     }
 
     /// A line for every evaluation.
     pub fn evaluations(&self) -> PathBuf {
-        self.path.join("evaluations.jsonl")
+        self.path.join(EVALUATIONS_FILE)
     }
 
     /// The trace.
@@ -163,7 +156,7 @@ impl RunFolder {
 
     /// The report.
     pub fn report(&self) -> PathBuf {
-        self.path.join("report.html")
+        self.path.join(crate::report::REPORT_FILE)
     }
 
     /// The trained weights.
@@ -176,9 +169,14 @@ impl RunFolder {
         self.path.join("state")
     }
 
-    /// What the report is drawn from, besides metrics and schedule.
-    pub fn summary(&self) -> PathBuf {
-        self.path.join("summary.json")
+    /// The hardware profile that the plan was made on.
+    pub fn profile(&self) -> PathBuf {
+        self.path.join(PROFILE_FILE)
+    }
+
+    /// The same, corrected by what the run showed.
+    pub fn corrected_profile(&self) -> PathBuf {
+        self.path.join(CORRECTED_FILE)
     }
 
     /// Reads the lines of `metrics.jsonl` for steps before `step`; a torn last line, left by a kill, is dropped.
@@ -186,13 +184,7 @@ impl RunFolder {
     /// # Errors
     /// When the file cannot be read.
     pub fn read_metrics(&self, step: u64) -> Result<Vec<StepMetrics>> {
-        let path = self.metrics();
-        let text = match fs::read_to_string(&path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-            other => other.map_err(TrainError::io(&path))?,
-        };
-        let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok());
-        Ok(lines.filter(|m: &StepMetrics| m.step < step).collect())
+        read_metrics(&self.path, step)
     }
 
     /// Opens `metrics.jsonl` for appending, with the lines of `earlier` steps in it and no others.
@@ -219,6 +211,44 @@ impl RunFolder {
         let path = self.trace();
         Ok(BufWriter::new(File::create(&path).map_err(TrainError::io(&path))?))
     }
+}
+
+/// What the run in a folder is remembered by. Anyone may look, also while the run goes on.
+///
+/// # Errors
+/// When it is not a run's folder of this version.
+pub fn read_run(path: &Path) -> Result<Remembered> {
+    let file = path.join(RUN_FILE);
+    let text = fs::read_to_string(&file).map_err(|source| {
+        TrainError::Usage(format!("{}: {source}; give the folder of a run", file.display()))
+    })?;
+    let run: RunFile = serde_json::from_str(&text).map_err(TrainError::json(&file))?;
+    if run.version != RUN_VERSION {
+        return Err(TrainError::Usage(format!(
+            "{} has version {}, this program reads version {RUN_VERSION}",
+            file.display(),
+            run.version
+        )));
+    }
+    run.settings
+        .check()
+        .map_err(|e| TrainError::Usage(format!("{}: {e}; the file was changed", file.display())))?;
+    let RunFile { settings, habits, steps, .. } = run;
+    Ok(Remembered { settings, habits, steps })
+}
+
+/// The lines of `metrics.jsonl` in a run's folder for steps before `step`; none where there is no such file yet.
+///
+/// # Errors
+/// When the file cannot be read.
+pub fn read_metrics(run: &Path, step: u64) -> Result<Vec<StepMetrics>> {
+    let path = run.join(METRICS_FILE);
+    let text = match fs::read_to_string(&path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.map_err(TrainError::io(&path))?,
+    };
+    let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok());
+    Ok(lines.filter(|m: &StepMetrics| m.step < step).collect())
 }
 
 impl Drop for RunFolder {

@@ -87,125 +87,129 @@ pub enum DurabilityChoice {
 
 /// What `train` takes.
 #[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Training")]
 pub struct TrainArgs {
     /// Optimizer steps in all
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub steps: Option<u64>,
     /// Model: a Hugging Face config.json, or a folder with one; where the folder holds weights too (model.safetensors, or several files
     /// and their index), training starts from them. Default: the model that ships with the trainer, at random
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", help_heading = "Model and text")]
     pub model: Option<PathBuf>,
     /// Start from random weights although the folder named by --model holds some
-    #[arg(long, conflicts_with = "resume")]
+    #[arg(long, conflicts_with = "resume", help_heading = "Model and text")]
     pub random_weights: bool,
     /// Training data: text files, or folders of them; files named .jsonl hold examples, an object with "prompt" and "answer" on each line,
     /// of which the answers are learned. Default: this workspace's documents and sources
-    #[arg(long, value_name = "PATH", num_args = 1..)]
+    #[arg(long, value_name = "PATH", num_args = 1.., help_heading = "Model and text")]
     pub text: Vec<PathBuf>,
     /// Every file of data holds examples, whatever its name; from folders, those named .jsonl are read
-    #[arg(long)]
+    #[arg(long, help_heading = "Model and text")]
     pub jsonl: bool,
     /// Hugging Face tokenizer.json that makes tokens of text; default: the one in the folder named by --model, or else every byte is a token
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Model and text")]
     pub tokenizer: Option<PathBuf>,
     /// Evaluation and saves.
     #[command(flatten)]
     pub habits: HabitArgs,
     /// Rows in a micro-batch [default: 8]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub batch: Option<usize>,
     /// Tokens in a row [default: 64]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub seq: Option<usize>,
     /// Seed of weights, data order and dropout [default: 1]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub seed: Option<u64>,
     /// Learning rate at the end of the warm-up [default: 0.008]
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", help_heading = "Training")]
     pub lr: Option<f64>,
     /// Steps over which the learning rate rises from zero, before it falls with the root of the step; 0: constant [default: 10]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub warmup: Option<u64>,
     /// Decoupled weight decay of matrices [default: 0.1]
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", help_heading = "Training")]
     pub weight_decay: Option<f64>,
     /// Global gradient norm is clipped to this; 0 clips nothing [default: 1]
-    #[arg(long, value_name = "NORM")]
+    #[arg(long, value_name = "NORM", help_heading = "Training")]
     pub clip: Option<f64>,
     /// Dropout probability on residual branches [default: 0]
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", help_heading = "Training")]
     pub dropout: Option<f32>,
     /// Micro-batches whose gradients are added up in a step [default: 1]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub accum: Option<usize>,
     /// Where the arithmetic runs
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, help_heading = "Plan")]
     pub device: DeviceChoice,
     /// `auto` (solved), `resident` (everything stays in HBM), `checkpoint` (boundaries stay, internals are recomputed), or a
     /// schedule file
-    #[arg(long, value_name = "PLAN", default_value = "auto")]
+    #[arg(long, value_name = "PLAN", default_value = "auto", help_heading = "Plan")]
     pub plan: String,
     /// Caps and machine.
     #[command(flatten)]
     pub budgets: BudgetArgs,
     /// Folder for spill files; default: `spill` beside the run
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = "Run")]
     pub nvme_dir: Option<PathBuf>,
     /// Folder for the optimizer's state; default: `state` in the run
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = "Optimizer state")]
     pub state_dir: Option<PathBuf>,
     /// Type of weights and activations [default: bf16 on a GPU, f32 on the host device, which has no other]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = "Training")]
     pub dtype: Option<Real>,
     /// Type of the gradients of weights [default: as --dtype]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = "Training")]
     pub grad_dtype: Option<Real>,
     /// Where the optimizer's state lives: what does not fit there goes to the next of hbm, host and nvme [default: nvme]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = "Optimizer state")]
     pub state: Option<StateHome>,
     /// Most of the optimizer's state in the GPU's memory, with --state hbm [default: all]
-    #[arg(long, value_name = "GIB", value_parser = parse_gib)]
+    #[arg(long, value_name = "GIB", value_parser = parse_gib, help_heading = "Optimizer state")]
     pub state_hbm_gib: Option<Bytes>,
     /// Most of the optimizer's state in RAM, with --state host or hbm [default: all]
-    #[arg(long, value_name = "GIB", value_parser = parse_gib)]
+    #[arg(long, value_name = "GIB", value_parser = parse_gib, help_heading = "Optimizer state")]
     pub state_host_gib: Option<Bytes>,
     /// Where the arithmetic of the optimizer runs for state in RAM and on NVMe
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, help_heading = "Optimizer state")]
     pub update: UpdateChoice,
     /// Format of the optimizer's moments; parameters of fewer than 4096 elements keep float32 [default: f32]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = "Optimizer state")]
     pub moments: Option<MomentFormat>,
     /// Share of the parameters whose moments take 8 bits, the largest first [default: 0, or 1 with --moments int8]
-    #[arg(long, value_name = "F")]
+    #[arg(long, value_name = "F", help_heading = "Optimizer state")]
     pub max_8bit_fraction: Option<f64>,
     /// What a step leaves of the optimizer's state on disk [default: step, or checkpoint with --state host and hbm]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = "Optimizer state")]
     pub durability: Option<DurabilityChoice>,
+    /// Measure and plan, print the plan, and write nothing: no run folder, no step. With --json the schedule goes to standard output
+    #[arg(long, help_heading = "Plan")]
+    pub dry_run: bool,
     /// Blocks to read ahead: a number, or `auto`
-    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_prefetch)]
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_prefetch, help_heading = "Plan")]
     pub prefetch: Prefetch,
     /// Folder of the run; must not exist yet; default: `runs/` and the time
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = "Run")]
     pub out: Option<PathBuf>,
     /// Continue a run from its last committed step
-    #[arg(long, value_name = "RUN", conflicts_with = "out")]
+    #[arg(long, value_name = "RUN", conflicts_with = "out", help_heading = "Run")]
     pub resume: Option<PathBuf>,
     /// Continue with the weights alone: the optimizer's moments are zero again, as at the start of a run
-    #[arg(long, requires = "resume")]
+    #[arg(long, requires = "resume", help_heading = "Optimizer state")]
     pub no_load_optim: bool,
     /// One JSON object on standard output at the end, and nothing else there
-    #[arg(long)]
+    #[arg(long, help_heading = "Run")]
     pub json: bool,
     /// Steps recorded in trace.json, counted from the start of this process
-    #[arg(long, value_name = "N", default_value_t = 200)]
+    #[arg(long, value_name = "N", default_value_t = 200, help_heading = "Run")]
     pub trace_steps: u64,
     /// Write what each boundary holds before it goes to NVMe and after it comes back (finite values, largest and mean magnitude,
     /// checksum) to boundaries.jsonl: slow, for finding the copy that changed a value
-    #[arg(long)]
+    #[arg(long, help_heading = "Run")]
     pub debug_boundaries: bool,
     /// Slow the host device's links down to these rates in GB/s, of h2d, d2h, nvme_read and nvme_write those that are named, as in
     /// h2d=2,nvme_read=0.5: shows how a plan would do on a machine with such links
-    #[arg(long, value_name = "LINK=RATE,..", value_parser = parse_throttle)]
+    #[arg(long, value_name = "LINK=RATE,..", value_parser = parse_throttle, help_heading = "Plan")]
     pub throttle: Option<LinkLimits>,
 }
 

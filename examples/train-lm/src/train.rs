@@ -4,16 +4,16 @@ mod advance;
 mod state;
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
-use lazy_model::{Bytes, Seconds, Span, StepProblem, Tier};
+use lazy_model::{Bytes, HardwareProfile, Schedule, Seconds, Span, StepProblem, Tier};
 use lazy_optim_nvme::{NvmeAdam, OptimError, StepOutcome};
 use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
 use lazy_store::Store;
 use lazy_store::scratch::RunDir;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use self::advance::{Advanced, Finals};
@@ -27,12 +27,13 @@ use crate::dataset::DataSet;
 use crate::error::{Result, TrainError};
 use crate::evaluation::{Evaluation, Evaluator};
 use crate::habits::Habits;
-use crate::metrics::{LaneBytes, StepMetrics, StepSeconds, resident_bytes};
+use crate::metrics::{LaneBytes, LaneSeconds, StepMetrics, StepSeconds, resident_bytes};
+use crate::noted::Noted;
 use crate::planning::{Chosen, choose, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
-use crate::probe::median;
-use crate::report::{self, LastStep};
-use crate::run_folder::{MetricsWriter, Remembered, RunFolder};
+use crate::probe::{median, optimizer_time};
+use crate::report::{self, Measured, Record};
+use crate::run_folder::{MetricsWriter, Remembered, RunFolder, write_file};
 use crate::saves::Saves;
 use crate::settings::{DurabilityChoice, Settings, TrainArgs};
 use crate::stop;
@@ -43,7 +44,7 @@ const DEFAULT_STEPS: u64 = 125;
 const GROUPS: usize = 2;
 
 /// What `--json` prints.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Summary {
     /// Steps done in all, earlier processes of a resumed run included.
     pub steps: u64,
@@ -102,12 +103,41 @@ pub fn train(args: &TrainArgs) -> Result<Summary> {
             spill_root.display()
         ));
     }
-    let profile = profile_for(args, &prepared, spill.path(), &console)?;
-    let problem =
-        problem(&prepared.backend, &prepared.settings, &profile, &prepared.adam, args, spill.path())?;
+    let (profile, problem, chosen) = plan(args, &prepared, spill.path(), &console)?;
+    Run::start(args, prepared, (profile, problem), chosen, spill, console)?.finish()
+}
+
+/// From flags to a plan that was said. Measures with files in `spill` where no profile is given.
+fn plan(
+    args: &TrainArgs,
+    prepared: &Prepared,
+    spill: &Path,
+    console: &Console,
+) -> Result<(HardwareProfile, StepProblem, Chosen)> {
+    let profile = profile_for(args, prepared, spill, console)?;
+    let Prepared { backend, settings, adam, .. } = prepared;
+    let problem = problem(backend, settings, &profile, adam, args, spill)?;
     let chosen = choose(&problem, &args.plan, args.prefetch)?;
     console.plan(&problem, &chosen);
-    Run::start(args, prepared, problem, chosen, spill, console)?.finish()
+    Ok((profile, problem, chosen))
+}
+
+/// Says what [`train`] would carry out, and leaves nothing behind.
+///
+/// # Errors
+/// As [`train`].
+pub fn plan_only(args: &TrainArgs) -> Result<Schedule> {
+    let console = Console::new(args.json);
+    let prepared = prepare(args, &console)?;
+    let root = args.nvme_dir.clone().unwrap_or_else(|| beside(&prepared.out, "spill"));
+    let made: Vec<PathBuf> =
+        root.ancestors().take_while(|dir| !dir.exists()).map(Path::to_path_buf).collect();
+    let planned = spill_folder(&root).and_then(|spill| plan(args, &prepared, spill.path(), &console));
+    for dir in made.iter().filter(|dir| !dir.as_os_str().is_empty()) {
+        // Innermost first; where another process has put something there meanwhile, it stays.
+        let _ = std::fs::remove_dir(dir);
+    }
+    Ok(planned?.2.schedule)
 }
 
 /// A run under way.
@@ -117,6 +147,7 @@ struct Run<'a> {
     habits: Habits,
     data: DataSet,
     trained: Trained,
+    profile: HardwareProfile,
     problem: StepProblem,
     chosen: Chosen,
     folder: RunFolder,
@@ -137,7 +168,10 @@ struct Run<'a> {
     steps: u64,
     /// The step after the last one done.
     next: u64,
-    last: Option<LastStep>,
+    /// The last step's passes, and the spans of its optimizer.
+    last: Option<(StepReport, Vec<Span>)>,
+    noted: Noted,
+    record: Record,
     interrupted: bool,
     /// Sees what is taken of the GPU until the last step is done.
     watch: Option<Watch>,
@@ -150,7 +184,7 @@ impl<'a> Run<'a> {
     fn start(
         args: &'a TrainArgs,
         prepared: Prepared,
-        problem: StepProblem,
+        (profile, problem): (HardwareProfile, StepProblem),
         chosen: Chosen,
         spill: RunDir,
         console: Console,
@@ -178,6 +212,7 @@ impl<'a> Run<'a> {
         folder.remember(&remembered)?;
         let Remembered { settings, habits, .. } = remembered;
         let watch = backend.gpu().map(Watch::start);
+        let device = backend.in_words();
         let store = open_store(&backend, &chosen, &spill, args)?;
         let mut executor = Executor::new(store, backend.model()?, ExecutorOptions::default())?;
         let finals = Finals::of(&settings, &mut executor);
@@ -203,7 +238,12 @@ impl<'a> Run<'a> {
         }
         folder.started();
         let schedule = chosen.schedule.to_json()?;
-        crate::run_folder::write_file(&folder.schedule(), schedule.as_bytes())?;
+        write_file(&folder.schedule(), schedule.as_bytes())?;
+        let noted = Noted::new(&chosen.verified.plan);
+        let entropy = data.train.unigram_entropy();
+        let record = Record::new(trained.spec(), device, first, entropy, &problem, &chosen);
+        record.write(folder.path())?;
+        write_file(&folder.profile(), profile.to_json().as_bytes())?;
         let metrics = folder.read_metrics(cursor.next_step)?;
         let evaluator = match data.evaluation.take() {
             Some(corpus) => Some(Evaluator::open(corpus, habits.eval_every, &executor, &folder, first)?),
@@ -225,6 +265,7 @@ impl<'a> Run<'a> {
             habits,
             data,
             trained,
+            profile,
             problem,
             chosen,
             folder,
@@ -241,6 +282,8 @@ impl<'a> Run<'a> {
             steps,
             next: first,
             last: None,
+            noted,
+            record,
             interrupted: false,
             watch,
             gpu_peak: None,
@@ -275,8 +318,10 @@ impl<'a> Run<'a> {
             crate::export::checkpoint(&self.trained, &self.folder)?;
         }
         let summary = self.summary()?;
-        report::write(&self.folder, &self.report_inputs(&summary))?;
-        self.console.summary(&summary, &self.folder);
+        self.record_measured(&summary)?;
+        report::draw(self.folder.path())?;
+        let advice = self.record.measured.as_ref().and_then(|m| m.advice.first());
+        self.console.summary(&summary, advice.map(String::as_str), &self.folder);
         Ok(summary)
     }
 
@@ -345,7 +390,8 @@ impl<'a> Run<'a> {
             self.console.warn(warning);
         }
         self.metrics.push(metrics);
-        self.last = Some(LastStep { passes, optimizer: outcome.spans });
+        self.noted.note(&passes);
+        self.last = Some((passes, outcome.spans));
         Ok(())
     }
 
@@ -363,6 +409,7 @@ impl<'a> Run<'a> {
             step: total,
             forward: passes.forward,
             backward: passes.backward,
+            recompute: passes.recompute,
             clip: outcome.seconds.norm,
             optimizer,
             zero_grad,
@@ -379,6 +426,7 @@ impl<'a> Run<'a> {
             tflops: flops / total.get() / 1e12,
             bytes: LaneBytes::of(spans.iter().copied()),
             exposed_s: passes.exposed,
+            busy_s: LaneSeconds::of(&passes.timeline.spans),
             peak_bytes: self.peaks(),
             rss_bytes: resident_bytes(),
         }
@@ -432,20 +480,24 @@ impl<'a> Run<'a> {
         })
     }
 
-    fn report_inputs<'b>(&'b self, summary: &'b Summary) -> report::Inputs<'b> {
-        report::Inputs {
-            summary,
-            settings: &self.settings,
-            spec: self.trained.spec(),
-            schedule: &self.chosen.schedule,
-            verified: &self.chosen.verified,
-            problem: &self.problem,
-            budgets: self.chosen.budgets,
-            metrics: &self.metrics,
-            evaluations: self.evaluations(),
-            first: self.first,
-            last: self.last.as_ref(),
+    /// Writes down what the run measured, and the profile corrected by it.
+    fn record_measured(&mut self, summary: &Summary) -> Result<()> {
+        let own: Vec<&StepMetrics> = self.metrics.iter().filter(|m| m.step > self.first).collect();
+        let parameters = self.trained.spec().total_parameters();
+        let mut advice = Vec::new();
+        if let Some(corrected) = self.noted.correct(&self.profile, &own, parameters) {
+            write_file(&self.folder.corrected_profile(), corrected.to_json().as_bytes())?;
+            if let (Some(costs), false) = (corrected.costs(), self.interrupted) {
+                let optimizer = optimizer_time(&corrected, parameters);
+                let problem =
+                    StepProblem { costs, optimizer, budgets: self.chosen.budgets, ..self.problem.clone() };
+                advice = crate::advice::advice(&problem, &self.chosen.schedule);
+            }
         }
+        let last = self.last.as_ref().map(|(passes, optimizer)| (passes, &optimizer[..]));
+        let measured = Measured::of(summary.clone(), &self.noted, last, &self.chosen, advice);
+        self.record.measured = Some(measured);
+        self.record.write(self.folder.path())
     }
 }
 

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use lazy_solver::budgets::BudgetArgs;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use train_lm::settings::{DeviceChoice, DurabilityChoice, MomentFormat, Prefetch, StateHome, TrainArgs};
 use train_lm::train::{Summary, train};
@@ -18,7 +19,22 @@ const CONFIG: &str = r#"{
   "tie_word_embeddings": true
 }"#;
 
-/// A folder with a model and a text, on a real file system.
+/// A machine of fixed speed: so plans are the same however busy the one is that runs the tests.
+fn profile() -> String {
+    let value = |value: Value| json!({"value": value, "source": "assumed", "by": "test"});
+    let each = |ms: f64| value(json!([ms, ms, ms, ms, ms, ms, ms, ms]));
+    let link = || value(json!(1e9));
+    let times = json!({
+        "workload": "test", "forward_ms": each(5.0), "saving_forward_ms": each(5.0), "backward_ms": each(10.0),
+        "prologue_ms": value(json!(0.1)), "prologue_backward_ms": value(json!(0.1)), "epilogue_ms": value(json!(5.0)),
+    });
+    let links = json!({
+        "d2h_bytes_per_s": link(), "h2d_bytes_per_s": link(), "nvme_write_bytes_per_s": link(), "nvme_read_bytes_per_s": link(),
+    });
+    json!({"version": 2, "name": "test", "links": links, "times": times}).to_string()
+}
+
+/// A folder with a model, a text and a profile, on a real file system.
 struct Place {
     dir: tempfile::TempDir,
 }
@@ -27,6 +43,7 @@ impl Place {
     fn new() -> Place {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+        fs::write(dir.path().join("profile.json"), profile()).unwrap();
         let text: String =
             (0..400).map(|i| format!("{} times {} is {}. ", i % 13, i % 7, (i % 13) * (i % 7))).collect();
         fs::write(dir.path().join("text.txt"), text).unwrap();
@@ -50,6 +67,7 @@ impl Place {
             out: Some(self.path(out)),
             json: true,
             trace_steps: 200,
+            budgets: BudgetArgs { profile: Some(self.path("profile.json")), ..BudgetArgs::default() },
             ..TrainArgs::default()
         }
     }
@@ -140,6 +158,8 @@ fn training_starts_from_the_weights_in_the_models_folder_unless_it_is_told_not_t
     let from = |name: &str, model: PathBuf, steps| TrainArgs {
         model: Some(model),
         steps: Some(steps),
+        // The profile is for another number of layers.
+        budgets: BudgetArgs::default(),
         ..place.args(name)
     };
     for name in ["qwen3-tied", "qwen3-untied"] {
@@ -775,7 +795,7 @@ fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
         (TrainArgs { nvme_dir: Some(place.path("text.txt")), ..base.clone() }, "text.txt"),
         (
             TrainArgs { out: None, resume: Some(place.path("full")), ..base.clone() },
-            "--resume takes the folder of a run",
+            "give the folder of a run",
         ),
         (TrainArgs { device: DeviceChoice::Cuda, ..base.clone() }, "--device host"),
     ];

@@ -42,8 +42,9 @@ pub(super) fn loss(points: &[(u64, f64)], curves: &[Curve], reference: Option<f6
     if let Some(reference) = reference {
         let y = frame.y.at(reference);
         svg.line("mark", [left, y, right, y]);
-        let label = format!("unigram entropy {}", number(reference));
-        svg.text("marked halo", [right - 4.0, y - 6.0], Anchor::End, &label);
+        // Above the chart, where no curve runs through it.
+        let label = format!("- - unigram entropy {}", number(reference));
+        svg.text("marked", [right, top - 10.0], Anchor::End, &label);
     }
     for (point, (x, y)) in points.iter().zip(&raw).step_by(points.len().div_ceil(200).max(1)) {
         let (class, r) = if few { ("dot", 3.0) } else { ("touch", 5.0) };
@@ -51,6 +52,9 @@ pub(super) fn loss(points: &[(u64, f64)], curves: &[Curve], reference: Option<f6
     }
     svg.finish(if wide { "wide" } else { "narrow" }, height)
 }
+
+/// Dips narrower than this, in pixels, are not drawn.
+const DIP: f64 = 1.5;
 
 fn finite(points: &[(u64, f64)]) -> Vec<(f64, f64)> {
     points.iter().filter(|p| p.1.is_finite()).map(|&(step, loss)| (step as f64, loss)).collect()
@@ -147,8 +151,16 @@ pub(super) const fn title(tier: Tier) -> &'static str {
 /// A step curve in pixels: each value holds until the next. Steps within a pixel keep only their extremes.
 fn stairs(curve: &[(Seconds, Bytes)], frame: &Frame, time: f64, size: f64) -> Vec<(f64, f64)> {
     let mut out: Vec<(f64, f64)> = Vec::new();
-    for (at, bytes) in curve.iter().filter(|p| p.0.get().is_finite()) {
+    let sound: Vec<&(Seconds, Bytes)> = curve.iter().filter(|p| p.0.get().is_finite()).collect();
+    for (i, (at, bytes)) in sound.iter().enumerate() {
         let (x, y) = (frame.x.at(at.get() / time), frame.y.at(bytes.get() as f64 / size));
+        // Between two tasks little is held for a moment: a dip that no eye sees is no line through the picture.
+        let around = i.checked_sub(1).and_then(|before| Some((sound[before].1, sound.get(i + 1)?)));
+        if around.is_some_and(|(before, after)| {
+            *bytes < before && *bytes < after.1 && frame.x.at(after.0.get() / time) - x < DIP
+        }) {
+            continue;
+        }
         if let Some(&(_, before)) = out.last() {
             out.push((x, before));
         }

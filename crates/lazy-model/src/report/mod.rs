@@ -139,12 +139,14 @@ pub struct RunReport {
     pub of: Picture,
     /// What there is to know, in a few sentences under a word each; they come first.
     pub answers: Vec<Fact>,
-    /// Facts under the title.
+    /// Facts: of a plan under the title, of a run at the end.
     pub facts: Vec<Fact>,
     /// The numbers at the top.
     pub headlines: Vec<Headline>,
     /// `(step, loss)` in nats per token, in the order of the steps.
     pub loss: Vec<(u64, f64)>,
+    /// What that curve is, where there are others; empty: the training loss.
+    pub loss_label: String,
     /// Further curves beside it.
     pub curves: Vec<Curve>,
     /// Entropy of the text's unigram distribution, in nats per token: what a model without context reaches.
@@ -206,6 +208,10 @@ impl RunReport {
         for table in &self.tables {
             section(&mut page, &table.title, &table.intro, &table::plain(table));
         }
+        if self.of == Picture::Run {
+            // Who comes for the answers finds them first.
+            self.push_facts(&mut page);
+        }
         page.push_str("</main>\n</body>\n</html>\n");
         page
     }
@@ -220,14 +226,21 @@ impl RunReport {
             page.push_str("</dl>\n");
         }
         self.push_tiles(page);
-        if !self.facts.is_empty() {
-            page.push_str("<dl class=\"facts\">");
-            for fact in &self.facts {
-                let (label, value) = (escape(&fact.label), escape(&fact.value));
-                let _ = write!(page, "<div><dt>{label}</dt><dd>{value}</dd></div>");
-            }
-            page.push_str("</dl>\n");
+        if self.of == Picture::Plan {
+            self.push_facts(page);
         }
+    }
+
+    fn push_facts(&self, page: &mut String) {
+        if self.facts.is_empty() {
+            return;
+        }
+        page.push_str("<dl class=\"facts\">");
+        for fact in &self.facts {
+            let (label, value) = (escape(&fact.label), escape(&fact.value));
+            let _ = write!(page, "<div><dt>{label}</dt><dd>{value}</dd></div>");
+        }
+        page.push_str("</dl>\n");
     }
 
     fn push_tiles(&self, page: &mut String) {
@@ -255,7 +268,8 @@ impl RunReport {
         });
         let entries: Vec<_> = shown.map(|part| (part.class(), part.name())).collect();
         let body = legend(&entries) + &parts::draw(&self.parts, true) + &parts::draw(&self.parts, false);
-        section(page, "Where a step's time goes", &self.compared_over, &body);
+        let intro = "A bar is one step, all on one scale; what was measured is a mean.";
+        section(page, "Where a step's time goes", intro, &body);
     }
 
     fn push_comparison(&self, page: &mut String) {
@@ -300,7 +314,8 @@ impl RunReport {
             let _ = write!(intro, " Steps without a finite loss, not drawn: {missing}.");
         }
         let draw = |wide| charts::loss(&self.loss, &self.curves, self.unigram_entropy, wide);
-        let mut entries = vec![("hbm", "training")];
+        let own = if self.loss_label.is_empty() { "training" } else { &self.loss_label };
+        let mut entries = vec![("hbm", own)];
         let classes = ["host", "nvme", "kept"].into_iter().cycle();
         entries.extend(classes.zip(&self.curves).map(|(class, curve)| (class, curve.label.as_str())));
         let legend = if self.curves.is_empty() { String::new() } else { legend(&entries) };

@@ -5,7 +5,7 @@ use super::{Part, StepParts};
 
 const HEIGHT: f64 = 30.0;
 /// Pixels that a character of a label takes.
-const CHARACTER: f64 = 6.4;
+const CHARACTER: f64 = 7.8;
 
 impl Part {
     /// All parts, in drawing order.

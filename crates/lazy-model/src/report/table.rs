@@ -17,20 +17,26 @@ const SENTENCE: usize = 18;
 /// Plain rows; the first column names them.
 pub(super) fn plain(table: &Table) -> String {
     let mut out = String::from("<div class=\"scroll\"><table><thead><tr>");
-    for heading in &table.head {
-        let _ = write!(out, "<th>{}</th>", escape(heading));
+    for (column, heading) in table.head.iter().enumerate() {
+        let of_sentences = table.rows.iter().any(|row| is_sentence(column, row.get(column)));
+        let class = if of_sentences { " class=\"words\"" } else { "" };
+        let _ = write!(out, "<th{class}>{}</th>", escape(heading));
     }
     out.push_str("</tr></thead><tbody>\n");
     for row in &table.rows {
         out.push_str("<tr>");
         for (column, cell) in row.iter().enumerate() {
-            let class = if column > 0 && cell.len() > SENTENCE { " class=\"words\"" } else { "" };
+            let class = if is_sentence(column, Some(cell)) { " class=\"words\"" } else { "" };
             let _ = write!(out, "<td{class}>{}</td>", escape(cell));
         }
         out.push_str("</tr>\n");
     }
     out.push_str("</tbody></table></div>\n");
     out
+}
+
+fn is_sentence(column: usize, cell: Option<&String>) -> bool {
+    column > 0 && cell.is_some_and(|cell| cell.len() > SENTENCE)
 }
 
 /// The rows as a table. Exact values are in `data-value`.
@@ -46,9 +52,11 @@ pub(super) fn draw(rows: &[Compared]) -> String {
         let shown = difference
             .map_or("–".to_owned(), |d| if d.abs() < 0.05 { "0.0%".into() } else { format!("{d:+.1}%") });
         let late = if recent { cell(row.recent, &row.unit) } else { String::new() };
+        // What begins small is a part of the row above.
+        let class = if row.label.starts_with(char::is_lowercase) { " class=\"part\"" } else { "" };
         let _ = writeln!(
             out,
-            "<tr><td>{}</td>{}{}{late}<td>{shown}</td><td class=\"bar\">{}</td></tr>",
+            "<tr{class}><td>{}</td>{}{}{late}<td>{shown}</td><td class=\"bar\">{}</td></tr>",
             escape(&row.label),
             cell(row.promised, &row.unit),
             cell(row.measured, &row.unit),
