@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use self::advance::{Advanced, Finals};
-use self::state::{open_state, state_dir};
+use self::state::{check_save, open_state, state_dir};
 use crate::backend::{Backend, Trained};
 use crate::boundaries::BoundaryLog;
 use crate::console::Console;
@@ -29,7 +29,7 @@ use crate::evaluation::{Evaluation, Evaluator};
 use crate::habits::Habits;
 use crate::metrics::{LaneBytes, LaneSeconds, StepMetrics, StepSeconds, resident_bytes};
 use crate::noted::Noted;
-use crate::planning::{Chosen, choose, problem};
+use crate::planning::{Chosen, choose, optimized, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
 use crate::probe::{median, optimizer_time};
 use crate::report::{self, Measured, Record};
@@ -218,6 +218,9 @@ impl<'a> Run<'a> {
         let finals = Finals::of(&settings, &mut executor);
         let trained = backend.attach(&executor)?;
         let program = executor.prepare(chosen.verified.plan.clone())?;
+        if new && !args.habits.no_save {
+            check_save(&state_dir(&settings, &folder), &optimized(trained.spec(), &settings), &adam)?;
+        }
         let initial = new.then_some(&initial);
         let (mut optimizer, cursor) =
             open_state(&settings, &folder, &trained, &adam, initial, &chosen.schedule)?;

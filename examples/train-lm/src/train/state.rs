@@ -38,7 +38,7 @@ fn load_newest(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<Nv
 }
 
 /// Refuses a folder without room for state in RAM or HBM, which goes there when it is saved. What is at home there is reserved at once.
-fn check_save(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<()> {
+pub(super) fn check_save(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) -> Result<()> {
     if adam.host == Bytes::ZERO && adam.hbm == Bytes::ZERO {
         return Ok(());
     }
@@ -72,7 +72,6 @@ pub(super) fn open_state(
     let specs = optimized(trained.spec(), settings);
     let dir = &state_dir(settings, folder);
     if let Some(initial) = new {
-        check_save(dir, &specs, adam)?;
         let absent = !dir.exists();
         let parameters = trained.spec().parameters();
         let mut failed = None;

@@ -4,6 +4,7 @@ use clap::Args as ClapArgs;
 use lazy_model::Bytes;
 use lazy_store::{BoxError, DeviceChoice as StoreDevice, LinkLimits};
 use serde_json::Value;
+use train_lm::habits::HabitArgs;
 use train_lm::metrics::StepMetrics;
 use train_lm::probe::{link_rates, median, timestamp};
 use train_lm::settings::{DeviceChoice, DurabilityChoice, MomentFormat, StateHome, TrainArgs, UpdateChoice};
@@ -82,6 +83,7 @@ pub(crate) fn rows(args: &Args) -> Result<Vec<Value>, BoxError> {
         durability: state.durability,
         update: state.update,
         clip: Some(state.clip),
+        habits: HabitArgs { no_save: true, ..HabitArgs::default() },
         trace_steps: args.steps + 1,
         ..TrainArgs::default()
     };
