@@ -39,6 +39,8 @@ enum Task {
     Probe(Passed),
     /// Draw the report of a run again, or two runs on one page: starts `train-lm report`
     Report(Passed),
+    /// Print a model's logits for a row of tokens, to compare them with another program's: starts `train-lm logits`
+    Logits(Passed),
     /// Remove the spill folders of dead runs, and nothing else: starts `train-lm clean`
     Clean(Passed),
     /// Measure, and compare with targets and peers
@@ -68,6 +70,7 @@ fn main() -> ExitCode {
         Task::Plan(passed) => programs::start(Program::LazyPlan, None, &passed.args),
         Task::Probe(passed) => programs::start(Program::TrainLm, Some("probe"), &passed.args),
         Task::Report(passed) => programs::start(Program::TrainLm, Some("report"), &passed.args),
+        Task::Logits(passed) => programs::start(Program::TrainLm, Some("logits"), &passed.args),
         Task::Clean(passed) => programs::start(Program::TrainLm, Some("clean"), &passed.args),
         Task::TestGpu(passed) => programs::start(Program::TrainLm, Some("test-gpu"), &passed.args),
         Task::Bench(options) => bench::run(&options).map(|()| ExitCode::SUCCESS),

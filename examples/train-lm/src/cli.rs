@@ -1,6 +1,6 @@
 //! The command line of `train-lm`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
@@ -8,6 +8,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::console::{print, tell};
 use crate::cuda::check::{CheckArgs, check};
 use crate::error::{Result, TrainError};
+use crate::logits::LogitsArgs;
 use crate::run_folder::write_file;
 use crate::settings::TrainArgs;
 use crate::{prepare, report, stop, train};
@@ -31,6 +32,9 @@ pub enum Command {
     Probe(Box<ProbeArgs>),
     /// Draw the report of a run again, also of one under way, or two runs on one page
     Report(ReportArgs),
+    /// Print a model's logits for a row of tokens as JSON, to compare them with another program's
+    #[command(after_long_help = LOGITS_EXAMPLES)]
+    Logits(LogitsArgs),
     /// Remove the spill folders of dead runs, and nothing else
     Clean(CleanArgs),
     /// Test the decoder on this machine's GPU
@@ -56,6 +60,13 @@ Examples:
       measures; then: train-lm train --profile machine.json with the same model, batch and sequence
   train-lm probe --throttle h2d=2,d2h=2,nvme_read=0.5,nvme_write=0.5 --write slow.json
       the same with links slowed down to rates in GB/s";
+
+const LOGITS_EXAMPLES: &str = "\
+Examples:
+  train-lm logits --model runs/NAME/checkpoint --ids 84,104,101,32
+      an object with \"ids\" and \"logits\": a list for each token, with a number for each token of the vocabulary
+  train-lm logits --model ./qwen3 --ids 9707,11,1879
+      the same of a model that training is to start from";
 
 /// What `probe` takes.
 #[derive(Args)]
@@ -103,6 +114,7 @@ impl Command {
             Command::Train(args) => train(&args),
             Command::Probe(args) => probe(&args),
             Command::Report(args) => report(&args),
+            Command::Logits(args) => logits(&args),
             Command::Clean(args) => clean(&args),
             Command::TestGpu(args) => test_gpu(&args),
         };
@@ -155,6 +167,12 @@ fn report(args: &ReportArgs) -> Result<ExitCode> {
         }
     };
     print(&format!("{}\n", path.display()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn logits(args: &LogitsArgs) -> Result<ExitCode> {
+    let text = serde_json::to_string(&args.compute()?).map_err(TrainError::json(Path::new("logits")))?;
+    print(&(text + "\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -170,14 +170,23 @@ fn weights_folder(args: &TrainArgs, console: &Console) -> Option<PathBuf> {
 /// The first weights. A resumed run has all of its weights in its state.
 fn initial_weights(settings: &Settings, spec: &ModelSpec, resumed: bool) -> Result<InitialWeights> {
     match &settings.weights {
-        Some(folder) if !resumed => Ok(InitialWeights::Checkpoint(CheckpointWeights::open(folder, spec)?)),
+        Some(folder) if !resumed => match CheckpointWeights::open(folder, spec) {
+            Err(TrainError::Usage(problem)) => {
+                Err(TrainError::Usage(format!("{problem}; --random-weights starts from none")))
+            }
+            opened => Ok(InitialWeights::Checkpoint(opened?)),
+        },
         _ => Ok(InitialWeights::Random { seed: settings.seed, layers: spec.layers() }),
     }
 }
 
 fn model_config(args: &TrainArgs) -> Result<String> {
-    let Some(path) = &args.model else { return Ok(DEFAULT_CONFIG.into()) };
-    let file = if path.is_dir() { path.join("config.json") } else { path.clone() };
+    args.model.as_deref().map_or_else(|| Ok(DEFAULT_CONFIG.into()), read_config)
+}
+
+/// The configuration in a file, or in the folder that holds it.
+pub(crate) fn read_config(path: &Path) -> Result<String> {
+    let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
     std::fs::read_to_string(&file).map_err(|source| {
         TrainError::Usage(format!(
             "--model {}: {source}; give a Hugging Face config.json or the folder that holds it",

@@ -89,6 +89,53 @@ fn stopping_before_the_first_step_leaves_nothing() {
     assert_eq!(fs::read_dir(dir.path().join("spill")).unwrap().count(), 0);
 }
 
+/// M2 and M5: tied and untied heads, attention wider than the hidden size. Expected values are transformers' own, in float32.
+#[test]
+fn m2_m5_logits_of_a_model_in_a_folder_are_those_of_transformers() {
+    let logits = |folder: &Path, ids: &[i32]| {
+        let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_train-lm"));
+        command.arg("logits").arg("--model").arg(folder).args(["--ids", &ids.join(",")]).output().unwrap()
+    };
+    for case in ["qwen3-tied", "qwen3-untied"] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/decoder").join(case);
+        let golden = fs::read(folder.join("golden.safetensors")).unwrap();
+        let golden = safetensors::SafeTensors::deserialize(&golden).unwrap();
+        let ids: Vec<i32> = golden
+            .tensor("input_ids")
+            .unwrap()
+            .data()
+            .as_chunks()
+            .0
+            .iter()
+            .map(|b| i32::from_le_bytes(*b))
+            .collect();
+        let expected = golden.tensor("logits").unwrap();
+        let (shape, expected) = (expected.shape(), expected.data().as_chunks().0);
+        assert_eq!(shape, [2, 24, 128]);
+        for (ids, expected) in ids.chunks(24).zip(expected.chunks(24 * 128)) {
+            let output = logits(&folder, ids);
+            assert!(output.status.success(), "{case}");
+            let printed: Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!(printed["ids"], serde_json::json!(ids));
+            let rows: Vec<Vec<f64>> = serde_json::from_value(printed["logits"].clone()).unwrap();
+            assert_eq!(rows.iter().map(Vec::len).collect::<Vec<_>>(), [128; 24]);
+            for (at, (got, bytes)) in rows.concat().iter().zip(expected).enumerate() {
+                let wanted = f64::from(f32::from_le_bytes(*bytes));
+                assert!((got - wanted).abs() < 1e-5, "{case}, element {at}: {got} for {wanted}");
+            }
+        }
+    }
+    let dir = place();
+    let says = |ids: &[i32]| String::from_utf8(logits(dir.path(), ids).stderr).unwrap();
+    assert!(says(&[1]).contains("holds no model.safetensors"), "{}", says(&[1]));
+    let tied = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/decoder/qwen3-tied");
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(tied.join(file), dir.path().join(file)).unwrap();
+    }
+    assert!(says(&[128]).contains("id 128, but the vocabulary ends at 128"), "{}", says(&[128]));
+}
+
 #[test]
 fn readers_that_have_gone_do_not_end_a_run() {
     let dir = place();

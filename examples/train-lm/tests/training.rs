@@ -197,7 +197,8 @@ fn training_starts_from_the_weights_in_the_models_folder_unless_it_is_told_not_t
     fs::write(mixed.join("config.json"), CONFIG).unwrap();
     fs::copy(golden("qwen3-tied").join("model.safetensors"), mixed.join("model.safetensors")).unwrap();
     let message = refusal(&from("mixed run", mixed, 0));
-    assert!(message.contains("cannot start from the weights in"), "{message}");
+    assert!(message.contains("cannot read the weights in"), "{message}");
+    assert!(message.ends_with("--random-weights starts from none"), "{message}");
     assert!(!place.path("mixed run").exists());
 }
 

@@ -6,7 +6,7 @@ use super::gemm::{Matrix, Store, Threads, product};
 use super::math::softmax;
 use super::norm::RmsNorm;
 use super::ops::{tensor, with_slice};
-use super::{Decoder, Result, input_error};
+use super::{Decoder, Result, StepContext, input_error};
 
 /// The target of a row that does not count.
 pub const IGNORED: u32 = u32::MAX;
@@ -93,28 +93,60 @@ impl Decoder {
             );
         }
         let mut sum = 0.0;
-        let mut run = |h: &[f32], norm: &[f32], head: &[f32]| {
+        let mut run = |h: &[f32], head: &Head<'_>| {
             let rows = self.loss_rows * hidden;
             for (h, targets) in h.chunks(rows).zip(targets.chunks(self.loss_rows)) {
-                let part = RowsPass {
-                    h,
-                    targets,
-                    norm,
-                    head,
-                    hidden,
-                    vocab,
-                    tokens,
-                    eps: self.spec.rms_norm_eps as f32,
-                };
-                sum += part.run(gradients.as_deref_mut());
+                sum += RowsPass { h, targets, head, tokens }.run(gradients.as_deref_mut());
             }
         };
-        let (norm, head) = (self.norm_index(), self.head_index());
-        let with_weights = |h: &[f32]| {
-            self.read_parameter(norm, |norm| self.read_parameter(head, |head| run(h, norm, head)))
-        };
-        with_slice(h, with_weights)???;
+        with_slice(h, |h| self.with_head(|head| run(h, head)))??;
         Ok((sum / tokens as f64) as f32)
+    }
+
+    fn with_head<R>(&self, f: impl FnOnce(&Head<'_>) -> R) -> Result<R> {
+        let (hidden, vocab) = (self.spec.hidden, self.spec.vocab);
+        let eps = self.spec.rms_norm_eps as f32;
+        self.read_parameter(self.norm_index(), |norm| {
+            self.read_parameter(self.head_index(), |weight| {
+                let (norm_of, weight) = (RmsNorm { eps, rotation: None }, Matrix::new(weight, vocab, hidden));
+                f(&Head { norm_of, norm, weight, hidden, vocab })
+            })
+        })?
+    }
+
+    /// The logits of the row-major `ids`, without dropout: `[batch, seq, vocab]`. All of them exist at once.
+    ///
+    /// # Errors
+    ///
+    /// As [`Decoder::embed`], and when there are no ids.
+    pub fn logits(&self, ids: &[u32], batch: usize, seq: usize) -> Result<Tensor> {
+        let mut h = self.embed(ids, batch, seq)?;
+        for layer in 0..self.spec.layers() {
+            h = self.layer_forward(layer, &h, &StepContext::default())?;
+        }
+        let logits = with_slice(&h, |h| self.with_head(|head| head.forward(h).1))??;
+        Ok(tensor(logits, (batch, seq, self.spec.vocab))?)
+    }
+}
+
+/// Final norm and head.
+struct Head<'a> {
+    norm_of: RmsNorm,
+    norm: &'a [f32],
+    weight: Matrix<'a>,
+    hidden: usize,
+    vocab: usize,
+}
+
+impl Head<'_> {
+    /// Rows of boundary N behind the norm, and their logits.
+    fn forward(&self, h: &[f32]) -> (Vec<f32>, Vec<f32>) {
+        let rows = h.len() / self.hidden;
+        let normed = self.norm_of.forward(h, self.norm);
+        let mut logits = vec![0.0; rows * self.vocab];
+        let rows_of = Matrix::new(&normed, rows, self.hidden);
+        product(&mut logits, self.vocab, Store::Set, 1.0, rows_of, self.weight.transposed(), Threads::All);
+        (normed, logits)
     }
 }
 
@@ -122,24 +154,16 @@ impl Decoder {
 struct RowsPass<'a> {
     h: &'a [f32],
     targets: &'a [u32],
-    norm: &'a [f32],
-    head: &'a [f32],
-    hidden: usize,
-    vocab: usize,
+    head: &'a Head<'a>,
     tokens: usize,
-    eps: f32,
 }
 
 impl RowsPass<'_> {
     /// Returns the sum of the rows' losses and adds to the gradients, if they are wanted.
     fn run(&self, gradients: Option<&mut Gradients>) -> f64 {
-        let (rows, hidden, vocab) = (self.targets.len(), self.hidden, self.vocab);
-        let norm = RmsNorm { eps: self.eps, rotation: None };
-        let normed = norm.forward(self.h, self.norm);
-        let normed = Matrix::new(&normed, rows, hidden);
-        let head = Matrix::new(self.head, vocab, hidden);
-        let mut logits = vec![0.0; rows * vocab];
-        product(&mut logits, vocab, Store::Set, 1.0, normed, head.transposed(), Threads::All);
+        let Head { norm_of, norm, weight, hidden, vocab } = self.head;
+        let (rows, hidden, vocab) = (self.targets.len(), *hidden, *vocab);
+        let (normed, mut logits) = self.head.forward(self.h);
         let loss = self.cross_entropy(&mut logits);
         if let Some(gradients) = gradients {
             let dlogits = Matrix::new(&logits, rows, vocab);
@@ -149,12 +173,12 @@ impl RowsPass<'_> {
                 Store::Add,
                 1.0,
                 dlogits.transposed(),
-                normed,
+                Matrix::new(&normed, rows, hidden),
                 Threads::All,
             );
             let mut dnormed = vec![0.0; rows * hidden];
-            product(&mut dnormed, hidden, Store::Set, 1.0, dlogits, head, Threads::All);
-            let (dh, dnorm) = norm.backward(self.h, self.norm, &dnormed);
+            product(&mut dnormed, hidden, Store::Set, 1.0, dlogits, *weight, Threads::All);
+            let (dh, dnorm) = norm_of.backward(self.h, norm, &dnormed);
             gradients.dh.extend(dh);
             gradients.dnorm.iter_mut().zip(dnorm).for_each(|(sum, part)| *sum += part);
         }
@@ -165,7 +189,7 @@ impl RowsPass<'_> {
     fn cross_entropy(&self, logits: &mut [f32]) -> f64 {
         let scale = 1.0 / self.tokens as f32;
         let mut sum = 0.0;
-        for (row, &target) in logits.chunks_exact_mut(self.vocab).zip(self.targets) {
+        for (row, &target) in logits.chunks_exact_mut(self.head.vocab).zip(self.targets) {
             if target == IGNORED {
                 row.fill(0.0);
                 continue;

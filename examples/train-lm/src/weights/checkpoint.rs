@@ -182,10 +182,7 @@ impl CheckpointWeights {
 }
 
 fn refused(path: &Path, problem: &str) -> TrainError {
-    TrainError::Usage(format!(
-        "cannot start from the weights in {}: {problem}; --random-weights starts from none",
-        PathBuf::from(path).display()
-    ))
+    TrainError::Usage(format!("cannot read the weights in {}: {problem}", PathBuf::from(path).display()))
 }
 
 #[cfg(test)]
@@ -341,7 +338,7 @@ mod tests {
         let bytes = fs::read(dir.path().join(SINGLE)).unwrap();
         for cut in [0, 5, 100, bytes.len() - 1] {
             fs::write(dir.path().join(SINGLE), &bytes[..cut]).unwrap();
-            assert!(open().contains("cannot start from the weights"), "{cut}: {}", open());
+            assert!(open().contains("cannot read the weights"), "{cut}: {}", open());
         }
     }
 }
