@@ -203,8 +203,9 @@ pub struct TrainArgs {
     /// Steps recorded in trace.json, counted from the start of this process
     #[arg(long, value_name = "N", default_value_t = 200, help_heading = "Run")]
     pub trace_steps: u64,
-    /// Write what each boundary holds before it goes to NVMe and after it comes back (finite values, largest and mean magnitude,
-    /// checksum) to boundaries.jsonl: slow, for finding the copy that changed a value
+    /// Look for what changes a value, slowly: write what each boundary holds before it goes to NVMe and after it comes back (finite values,
+    /// largest and mean magnitude, checksum) to boundaries.jsonl, stop where a layer is recomputed to other values, and fill memory
+    /// with NaN whenever its owner changes
     #[arg(long, help_heading = "Run")]
     pub debug_boundaries: bool,
     /// Slow the host device's links down to these rates in GB/s, of h2d, d2h, nvme_read and nvme_write those that are named, as in

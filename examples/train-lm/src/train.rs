@@ -214,7 +214,8 @@ impl<'a> Run<'a> {
         let watch = backend.gpu().map(Watch::start);
         let device = backend.in_words();
         let store = open_store(&backend, &chosen, &spill, args)?;
-        let mut executor = Executor::new(store, backend.model()?, ExecutorOptions::default())?;
+        let checked = ExecutorOptions { check_recompute: args.debug_boundaries };
+        let mut executor = Executor::new(store, backend.model()?, checked)?;
         let finals = Finals::of(&settings, &mut executor);
         let trained = backend.attach(&executor)?;
         let program = executor.prepare(chosen.verified.plan.clone())?;
@@ -508,6 +509,7 @@ fn open_store(backend: &Backend, chosen: &Chosen, spill: &RunDir, args: &TrainAr
     // What the plan needs are the budgets: the store refuses whatever the plan did not promise.
     let mut options = backend.model()?.store_options(&chosen.verified.plan, spill.path());
     options.device = backend.device();
+    options.poison = args.debug_boundaries;
     if let Some(nvme) = &mut options.nvme {
         nvme.debug_boundaries = args.debug_boundaries;
     }
