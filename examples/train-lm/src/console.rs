@@ -5,6 +5,7 @@ use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lazy_model::{Placement, StepProblem, Tier, TierBytes};
+use lazy_store::NvmeMode;
 
 use crate::error::{Result, TrainError};
 use crate::evaluation::Evaluation;
@@ -70,6 +71,13 @@ impl Console {
     /// Something to know.
     pub fn note(&self, text: &str) {
         self.line(&format!("{} {text}", self.painted(BOLD, "note:")));
+    }
+
+    /// Says how files are read and written where that is less than the best.
+    pub fn less_than_the_best(&self, files: &str, mode: &NvmeMode) {
+        if !mode.fallbacks.is_empty() {
+            self.note(&format!("{files}: {mode}"));
+        }
     }
 
     /// Something to look after.
@@ -176,8 +184,9 @@ impl Console {
         };
         self.line(&format!("step: {:.4} s promised, {measured}", s.predicted_step_s));
         self.line(&format!(
-            "spill: {}; weights {}",
+            "spill: {} (--io {}); weights {}",
             s.nvme_mode,
+            s.io,
             &s.weights_digest[..16.min(s.weights_digest.len())]
         ));
         if let Some(next) = next {

@@ -50,6 +50,14 @@ pub enum TrainError {
     /// The optimizer's state.
     #[error(transparent)]
     Optimizer(#[from] OptimError),
+    /// One of the others, and what this program can do about it.
+    #[error("{source}; {advice}")]
+    Advised {
+        /// What went wrong.
+        source: Box<TrainError>,
+        /// Flags that help.
+        advice: String,
+    },
     /// Asked to stop before there was anything to keep.
     #[error("interrupted before the first step: nothing was kept")]
     Interrupted,
@@ -81,6 +89,11 @@ impl From<LayerError> for TrainError {
 }
 
 impl TrainError {
+    /// The same, with what this program can do about it.
+    pub fn advise(self, advice: impl Into<String>) -> TrainError {
+        TrainError::Advised { source: Box::new(self), advice: advice.into() }
+    }
+
     /// For `map_err` on a file operation.
     pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> TrainError + '_ {
         move |source| TrainError::Io { path: path.to_owned(), source }

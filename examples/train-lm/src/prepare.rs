@@ -88,7 +88,11 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     }
     let initial = initial_weights(&settings, &spec, resumed.is_some())?;
     let backend = backend(spec, gpu, &settings)?;
-    let adam = adam_options(backend.spec().total_parameters(), &settings, args.update, backend.device());
+    let parameters = backend.spec().total_parameters();
+    let adam = AdamOptions {
+        io: args.io.state(),
+        ..adam_options(parameters, &settings, args.update, backend.device())
+    };
     check_room(&backend, &settings, &adam, &args.budgets)?;
     let steps = args.steps.or(told);
     Ok(Prepared { settings, habits, config, data, backend, initial, adam, resumed, out, steps, told })
@@ -218,8 +222,7 @@ pub(crate) fn profile_for(
         Some(path) => Ok(HardwareProfile::from_json(&read(path)?)?),
         None => {
             console.say("measuring layers, links and optimizer");
-            let limits = args.throttle.unwrap_or_default();
-            probe(&prepared.backend, prepared.settings.shape(), spill, limits, &prepared.adam)
+            measure(args, prepared, spill)
         }
     }
 }
@@ -233,6 +236,10 @@ pub fn probe_only(args: &TrainArgs) -> Result<HardwareProfile> {
     let prepared = prepare(args, &console)?;
     let root = args.nvme_dir.clone().unwrap_or_else(|| beside(&prepared.out, "spill"));
     let spill = spill_folder(&root)?;
-    let limits = args.throttle.unwrap_or_default();
-    probe(&prepared.backend, prepared.settings.shape(), spill.path(), limits, &prepared.adam)
+    measure(args, &prepared, spill.path())
+}
+
+fn measure(args: &TrainArgs, prepared: &Prepared, spill: &Path) -> Result<HardwareProfile> {
+    let links = (args.throttle.unwrap_or_default(), args.io);
+    probe(&prepared.backend, prepared.settings.shape(), spill, links, &prepared.adam)
 }

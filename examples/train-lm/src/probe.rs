@@ -14,6 +14,7 @@ use crate::backend::Backend;
 use crate::batch::Batch;
 use crate::cuda;
 use crate::error::{Result, TrainError};
+use crate::io::IoChoice;
 use crate::model::{HostModel, Shape};
 use crate::stop;
 
@@ -30,7 +31,7 @@ pub fn probe(
     backend: &Backend,
     shape: Shape,
     spill: &Path,
-    limits: LinkLimits,
+    (limits, io): (LinkLimits, IoChoice),
     adam: &AdamOptions,
 ) -> Result<HardwareProfile> {
     let when = timestamp();
@@ -42,7 +43,7 @@ pub fn probe(
     let times = times.medians(workload_name(spec, shape), spec.layers(), "probe pass", &when);
     stop::check()?;
     let boundary = backend.model()?.sizes().boundary[0];
-    let links = link_rates(boundary, backend.device(), spill, limits, &when)?;
+    let links = link_rates(boundary, (backend.device(), io), spill, limits, &when)?;
     let rate = optimizer_rate(backend, spill, adam)?;
     Ok(HardwareProfile {
         name: name.into(),
@@ -209,7 +210,7 @@ pub fn median(mut samples: Vec<f64>) -> f64 {
 /// When the store cannot be opened or a copy fails.
 pub fn link_rates(
     boundary: Bytes,
-    device: DeviceChoice,
+    (device, io): (DeviceChoice, IoChoice),
     spill: &Path,
     limits: LinkLimits,
     when: &str,
@@ -219,7 +220,7 @@ pub fn link_rates(
         device,
         hbm: room,
         host: room,
-        nvme: Some(NvmeOptions::new(spill, room)),
+        nvme: Some(NvmeOptions { backend: io.spill(), ..NvmeOptions::new(spill, room) }),
         limits,
         ..StoreOptions::default()
     })?;

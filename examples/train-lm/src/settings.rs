@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::cuda::Real;
 use crate::error::{Result, TrainError};
 use crate::habits::HabitArgs;
+use crate::io::IoChoice;
 use crate::model::Shape;
 
 /// Where the layers' arithmetic runs.
@@ -152,6 +153,9 @@ pub struct TrainArgs {
     /// Folder for spill files; default: `spill` beside the run
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     pub nvme_dir: Option<PathBuf>,
+    /// What moves bytes to and from drives; a choice that cannot be had is refused
+    #[arg(long, value_enum, default_value_t, help_heading = "Run")]
+    pub io: IoChoice,
     /// Folder for the optimizer's state; default: `state` in the run
     #[arg(long, value_name = "DIR", help_heading = "Optimizer state")]
     pub state_dir: Option<PathBuf>,

@@ -11,8 +11,8 @@ use lazy_model::perfetto::TraceWriter;
 use lazy_model::{Bytes, HardwareProfile, Schedule, Seconds, Span, StepProblem, Tier};
 use lazy_optim_nvme::{NvmeAdam, OptimError, StepOutcome};
 use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
-use lazy_store::Store;
 use lazy_store::scratch::RunDir;
+use lazy_store::{Store, StoreError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -27,6 +27,7 @@ use crate::dataset::DataSet;
 use crate::error::{Result, TrainError};
 use crate::evaluation::{Evaluation, Evaluator};
 use crate::habits::Habits;
+use crate::io::IoChoice;
 use crate::metrics::{LaneBytes, LaneSeconds, StepMetrics, StepSeconds, resident_bytes};
 use crate::noted::Noted;
 use crate::planning::{Chosen, choose, optimized, problem};
@@ -74,8 +75,14 @@ pub struct Summary {
     pub hbm_budget_bytes: Bytes,
     /// Boundaries by placement, layers by keeping.
     pub counts: lazy_model::Counts,
-    /// How spill files are written.
+    /// What was asked for to move bytes to and from drives.
+    #[serde(default)]
+    pub io: IoChoice,
+    /// How spill files are written; `none` where there are none.
     pub nvme_mode: String,
+    /// How the optimizer's files are written.
+    #[serde(default)]
+    pub state_mode: String,
     /// SHA-256 over the bytes of all weights in the order of their names.
     pub weights_digest: String,
     /// The first evaluation of the run, where there was one.
@@ -104,7 +111,8 @@ pub fn train(args: &TrainArgs) -> Result<Summary> {
         ));
     }
     let (profile, problem, chosen) = plan(args, &prepared, spill.path(), &console)?;
-    Run::start(args, prepared, (profile, problem), chosen, spill, console)?.finish()
+    let mut run = Run::start(args, prepared, (profile, problem), chosen, spill, console)?;
+    run.finish().map_err(|error| error.advise(run.goes_on()))
 }
 
 /// From flags to a plan that was said. Measures with files in `spill` where no profile is given.
@@ -214,6 +222,9 @@ impl<'a> Run<'a> {
         let watch = backend.gpu().map(Watch::start);
         let device = backend.in_words();
         let store = open_store(&backend, &chosen, &spill, args)?;
+        if let Some(mode) = store.nvme_mode() {
+            console.less_than_the_best("spill files", mode);
+        }
         let checked = ExecutorOptions { check_recompute: args.debug_boundaries };
         let mut executor = Executor::new(store, backend.model()?, checked)?;
         let finals = Finals::of(&settings, &mut executor);
@@ -229,13 +240,14 @@ impl<'a> Run<'a> {
             optimizer.forget_moments()?;
             console.note("the optimizer's moments are zero again");
         }
+        console.less_than_the_best("files of the optimizer", optimizer.mode());
         let first = cursor.next_step;
         let steps = steps.unwrap_or(DEFAULT_STEPS.max(first));
         if first < steps {
             // The files that a save holds are not written again.
             optimizer.reserve().map_err(|e| match e {
                 OptimError::NoSpace { .. } => {
-                    TrainError::Usage(format!("{e}; what was saved last stays until the next save is made"))
+                    TrainError::from(e).advise("what was saved last stays until the next save is made")
                 }
                 e => e.into(),
             })?;
@@ -296,7 +308,7 @@ impl<'a> Run<'a> {
     }
 
     /// The remaining steps, then everything that is written at the end.
-    fn finish(mut self) -> Result<Summary> {
+    fn finish(&mut self) -> Result<Summary> {
         let steps = self.steps;
         let mut writer = self.folder.metrics_writer(&self.metrics)?;
         let mut trace = TraceWriter::new(self.folder.trace_writer()?, "train-lm")
@@ -327,6 +339,15 @@ impl<'a> Run<'a> {
         let advice = self.record.measured.as_ref().and_then(|m| m.advice.first());
         self.console.summary(&summary, advice.map(String::as_str), &self.folder);
         Ok(summary)
+    }
+
+    /// What to do once it has failed.
+    fn goes_on(&self) -> String {
+        let kept = match self.settings.durability {
+            DurabilityChoice::Step => "every committed step is kept",
+            DurabilityChoice::Checkpoint => "what was saved is kept",
+        };
+        format!("{kept}: --resume {} goes on there", self.folder.path().display())
     }
 
     /// What is done between steps.
@@ -475,6 +496,8 @@ impl<'a> Run<'a> {
             nvme_peak_bytes: peak(Tier::Nvme),
             hbm_budget_bytes: self.chosen.budgets.hbm,
             counts: self.chosen.schedule.counts(),
+            io: self.args.io,
+            state_mode: self.optimizer.mode().to_string(),
             nvme_mode: store.nvme_mode().map_or_else(|| "none".into(), ToString::to_string),
             weights_digest: digest(&self.trained)?,
             evaluation_first: evaluations.first().copied(),
@@ -511,10 +534,16 @@ fn open_store(backend: &Backend, chosen: &Chosen, spill: &RunDir, args: &TrainAr
     options.device = backend.device();
     options.poison = args.debug_boundaries;
     if let Some(nvme) = &mut options.nvme {
+        nvme.backend = args.io.spill();
         nvme.debug_boundaries = args.debug_boundaries;
     }
     options.limits = args.throttle.unwrap_or_default();
-    Ok(Store::open(options)?)
+    let full = |e: &StoreError| matches!(e, StoreError::NoSpace { .. });
+    Store::open(options).map_err(|e| match full(&e) {
+        true => TrainError::from(e)
+            .advise("--nvme-dir names another folder for spill files, --nvme-mib caps what lies there"),
+        false => e.into(),
+    })
 }
 
 /// SHA-256 over the bytes of all weights in the order of their names.

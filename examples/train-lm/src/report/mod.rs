@@ -379,8 +379,10 @@ impl Files {
         ];
         facts.extend(self.evaluated());
         if let Some(measured) = &self.record.measured {
-            facts.push(fact("Spill files", measured.summary.nvme_mode.clone()));
-            facts.push(fact("Weights", format!("sha256 {}", measured.summary.weights_digest)));
+            let summary = &measured.summary;
+            facts.push(fact("Spill files", format!("{} (--io {})", summary.nvme_mode, summary.io)));
+            facts.push(fact("Files of the optimizer", summary.state_mode.clone()));
+            facts.push(fact("Weights", format!("sha256 {}", summary.weights_digest)));
         }
         facts
     }

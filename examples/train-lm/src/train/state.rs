@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use lazy_model::{Bytes, Schedule};
 use lazy_optim_nvme::{AdamOptions, LoadOptions, NvmeAdam, OptimError, ParamSpec};
+use lazy_store::StoreError;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Trained;
@@ -87,13 +88,17 @@ pub(super) fn open_state(
             // Only what this run made, and only if nothing is in it.
             let _ = std::fs::remove_dir(dir);
         }
+        let elsewhere = "--state-dir names another folder for it";
         let optimizer = created.map_err(|e| match e {
             OptimError::NoSpace { .. } if settings.durability == DurabilityChoice::Step => {
-                TrainError::Usage(format!("{e}; --durability checkpoint takes half of that"))
+                TrainError::from(e).advise(format!("--durability checkpoint takes half of that, {elsewhere}"))
             }
-            OptimError::Store(e) => TrainError::Usage(format!(
-                "optimizer state: {e}; name a writable folder for it with --state-dir, or another run folder with --out"
-            )),
+            OptimError::NoSpace { .. } | OptimError::Store(StoreError::NoSpace { .. }) => {
+                TrainError::from(e).advise(elsewhere)
+            }
+            OptimError::Store(StoreError::BackendRefused { .. }) => e.into(),
+            OptimError::Store(_) => TrainError::from(e)
+                .advise("name a writable folder for it with --state-dir, or another run folder with --out"),
             e => e.into(),
         })?;
         let cursor = Cursor { next_step: 0, seed: settings.seed, shape_hash: schedule.shape_hash.clone() };

@@ -10,6 +10,7 @@ use lazy_store::{BoxError, DeviceChoice, LinkLimits};
 use train_lm::cuda::probe::{Pool, ids, layer_times};
 use train_lm::cuda::trial::Trial;
 use train_lm::cuda::{CudaDecoder, CudaOptions};
+use train_lm::io::IoChoice;
 use train_lm::probe::{link_rates, median, timestamp, workload_name};
 
 use crate::spill;
@@ -95,7 +96,7 @@ pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
     Ok(HardwareProfile {
         name: planner.gpu.name().into(),
         tiers: Tiers::default(),
-        links: link_rates(boundary, device, &dir, LinkLimits::default(), &when)?,
+        links: link_rates(boundary, (device, IoChoice::Auto), &dir, LinkLimits::default(), &when)?,
         drives: None,
         compute: None,
         times: Some(times.medians(workload, planner.spec.layers(), "steps of the decoder", &when)),

@@ -5,6 +5,7 @@ use lazy_model::Bytes;
 use lazy_store::{BoxError, DeviceChoice as StoreDevice, LinkLimits};
 use serde_json::Value;
 use train_lm::habits::HabitArgs;
+use train_lm::io::IoChoice;
 use train_lm::metrics::StepMetrics;
 use train_lm::probe::{link_rates, median, timestamp};
 use train_lm::settings::{DeviceChoice, DurabilityChoice, MomentFormat, StateHome, TrainArgs, UpdateChoice};
@@ -44,7 +45,7 @@ fn disk_time(args: &Args, metrics: &[&StepMetrics]) -> Result<f64, BoxError> {
     std::fs::create_dir_all(&dir)?;
     let links = link_rates(
         Bytes(128 << 20),
-        StoreDevice::Cuda { ordinal: 0 },
+        (StoreDevice::Cuda { ordinal: 0 }, IoChoice::Auto),
         &dir,
         LinkLimits::default(),
         &timestamp(),
