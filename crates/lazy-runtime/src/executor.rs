@@ -127,6 +127,14 @@ impl Executor {
         &self.model
     }
 
+    pub(crate) fn shared_model(&self) -> Arc<Model> {
+        Arc::clone(&self.model)
+    }
+
+    pub(crate) fn extent(&self, held: HeldId) -> &Extent {
+        &self.held[held]
+    }
+
     /// Checks that a plan is one of this model, and looks up what it needs.
     ///
     /// # Errors

@@ -29,6 +29,7 @@
 //! ```
 
 mod autograd;
+mod between;
 mod calls;
 #[cfg(feature = "candle")]
 pub mod candle;

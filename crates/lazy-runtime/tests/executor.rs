@@ -68,6 +68,43 @@ fn an_optimizer_in_the_backward_pass_trains_to_the_bits_of_a_plain_loop() {
 }
 
 #[test]
+fn an_optimizer_between_steps_finds_what_lies_in_ram_and_changes_it_in_place() {
+    let weights_alone = ModelOptions { stream_gradients: false, ..streamed(false, 2) };
+    let gradients_alone = ModelOptions { stream_weights: false, ..streamed(false, 2) };
+    let wanted = bits(&trained_by_hand(4, 2));
+    for options in [resident(2), streamed(false, 2), weights_alone, gradients_alone] {
+        let dir = folder();
+        let (mut executor, mut program) =
+            set_up("N-C-G--CG", NO_KEEP, 2, options, &running(QueueOrder::Threads, dir.path()));
+        for number in 0..4 {
+            executor.run(&mut program, &step(number, 2)).unwrap();
+            let ids = executor.update_in_ram(|all| {
+                let ids: Vec<usize> = all.iter().map(|last| last.parameter.id.0).collect();
+                for last in all {
+                    let (weights, gradient) = last.in_memory()?;
+                    descend(weights.f32()?, gradient.f32()?);
+                }
+                Ok(ids)
+            });
+            assert_eq!(ids.unwrap(), (0..=LAYERS).collect::<Vec<_>>());
+        }
+        assert!(bits(&weights(&executor)) == wanted, "{options:?}");
+        let refused = executor.update_in_ram(|_| Err::<(), _>("no luck".into())).unwrap_err();
+        assert!(
+            refused.to_string().contains("`parameters between steps`")
+                && refused.to_string().contains("no luck")
+        );
+    }
+    // Of what lies on a drive nothing is handed over.
+    let dir = folder();
+    let (executor, _) =
+        set_up("GGGGGGGGG", NO_KEEP, 1, streamed(true, 1), &running(QueueOrder::Threads, dir.path()));
+    let there =
+        executor.update_in_ram(|all| Ok(all.iter().map(|last| last.parameter.id).collect::<Vec<_>>()));
+    assert_eq!(there.unwrap(), [TIED]);
+}
+
+#[test]
 fn gradients_are_final_once_and_from_the_top_down() {
     let dir = folder();
     let (mut executor, mut program) =
