@@ -10,8 +10,10 @@ use lazy_store::cuda::Gpu;
 
 use crate::batch::Batch;
 use crate::cuda::memory::DeviceParameters;
+use crate::cuda::trial::bytes_of;
 use crate::cuda::{CudaDecoder, Real};
 use crate::error::Result;
+use crate::homes;
 use crate::model::HostModel;
 
 /// A decoder for steps of one shape.
@@ -82,7 +84,7 @@ impl Backend {
         Ok(match self {
             Backend::Host(model) => Trained::Host(model),
             Backend::Cuda(decoder) => {
-                let parameters = DeviceParameters::of(&decoder, executor)?;
+                let parameters = Arc::new(DeviceParameters::of(&decoder, executor)?);
                 Trained::Cuda { decoder, parameters }
             }
         })
@@ -92,7 +94,7 @@ impl Backend {
 /// A decoder under training. Its parameters are read and written between steps.
 pub(crate) enum Trained {
     Host(HostModel),
-    Cuda { decoder: CudaDecoder, parameters: DeviceParameters },
+    Cuda { decoder: CudaDecoder, parameters: Arc<DeviceParameters> },
 }
 
 impl Trained {
@@ -114,17 +116,37 @@ impl Trained {
         batches.into_iter().map(one).collect()
     }
 
-    /// Sets elements of a parameter from `first` on, rounded to the type that steps compute with.
-    pub(crate) fn write(&self, parameter: usize, first: usize, values: &[f32]) -> Result<()> {
+    /// Whether a parameter is at home in host RAM, where the executor of its steps keeps it.
+    fn is_in_ram(&self, parameter: usize) -> bool {
         match self {
+            Trained::Host(model) => model.decoder.parameters()[parameter].1.elem_count() == 0,
+            Trained::Cuda { parameters, .. } => !parameters.has(parameter),
+        }
+    }
+
+    /// Sets elements of a parameter from `first` on, rounded to the type that steps compute with.
+    pub(crate) fn write(
+        &self,
+        executor: &Executor,
+        parameter: usize,
+        first: usize,
+        values: &[f32],
+    ) -> Result<()> {
+        match self {
+            _ if self.is_in_ram(parameter) => {
+                let format = self.format();
+                let bytes = bytes_of(format, values);
+                Ok(homes::write(executor, parameter, first * format.bytes(), bytes)?)
+            }
             Trained::Host(model) => Ok(model.decoder.write_parameter(parameter, first, values)?),
             Trained::Cuda { parameters, .. } => Ok(parameters.write(parameter, first, values)?),
         }
     }
 
     /// The bytes of a parameter, of the type that steps compute with.
-    pub(crate) fn read(&self, parameter: usize) -> Result<Vec<u8>> {
+    pub(crate) fn read(&self, executor: &Executor, parameter: usize) -> Result<Vec<u8>> {
         match self {
+            _ if self.is_in_ram(parameter) => Ok(homes::read(executor, parameter)?),
             Trained::Host(model) => {
                 let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect();
                 Ok(model.decoder.read_parameter(parameter, bytes)?)

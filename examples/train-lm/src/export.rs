@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::cell::RefCell;
 use std::fs;
 
+use lazy_runtime::Executor;
 use safetensors::{Dtype, View};
 use serde_json::Value;
 
@@ -16,6 +17,7 @@ use crate::run_folder::{RunFolder, replace, write_file};
 /// A parameter on its way into a file, read when its turn comes.
 struct Weight<'a> {
     trained: &'a Trained,
+    executor: &'a Executor,
     index: usize,
     shape: &'a [usize],
     failed: &'a RefCell<Option<TrainError>>,
@@ -32,7 +34,7 @@ impl View for Weight<'_> {
         self.shape
     }
     fn data(&self) -> Cow<'_, [u8]> {
-        let bytes = self.trained.read(self.index).unwrap_or_else(|error| {
+        let bytes = self.trained.read(self.executor, self.index).unwrap_or_else(|error| {
             self.failed.borrow_mut().get_or_insert(error);
             vec![0; self.data_len()]
         });
@@ -48,14 +50,13 @@ impl View for Weight<'_> {
 ///
 /// # Errors
 /// When the folder cannot be written.
-pub(crate) fn checkpoint(trained: &Trained, folder: &RunFolder) -> Result<()> {
+pub(crate) fn checkpoint(trained: &Trained, executor: &Executor, folder: &RunFolder) -> Result<()> {
     let dir = folder.checkpoint();
     fs::create_dir_all(&dir).map_err(TrainError::io(&dir))?;
     let (parameters, failed) = (trained.spec().parameters(), RefCell::new(None));
-    let weights = parameters
-        .iter()
-        .enumerate()
-        .map(|(index, p)| (p.name.as_str(), Weight { trained, index, shape: &p.shape, failed: &failed }));
+    let weights = parameters.iter().enumerate().map(|(index, p)| {
+        (p.name.as_str(), Weight { trained, executor, index, shape: &p.shape, failed: &failed })
+    });
     let metadata = std::collections::HashMap::from([("format".to_owned(), "pt".to_owned())]);
     replace(&dir.join("model.safetensors"), |partial| {
         safetensors::serialize_to_file(weights, Some(metadata), partial).map_err(std::io::Error::other)

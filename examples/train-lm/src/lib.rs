@@ -15,6 +15,7 @@ pub mod error;
 pub mod evaluation;
 pub mod export;
 pub mod habits;
+pub mod homes;
 pub mod io;
 pub mod logits;
 pub mod metrics;

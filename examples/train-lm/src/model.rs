@@ -2,16 +2,18 @@
 
 use std::sync::Arc;
 
+use candle_core::Tensor;
 use lazy_model::Bytes;
-use lazy_runtime::candle::{CandleLayer, Parameter, tensor, write};
+use lazy_runtime::candle::{CandleLayer, Parameter, Weight, tensor, write};
 use lazy_runtime::{
-    Context, Epilogue, Gradients, Grads, Input, Layer, LayerError, LayerSizes, Loss, Model, ModelOptions,
-    Output, Phase, Prologue, RuntimeError, Weights,
+    Context, Epilogue, Gradients, Grads, Input, Layer, LayerError, LayerSizes, Loss, Model, Output, Phase,
+    Prologue, RuntimeError, Weights,
 };
 
 use crate::batch::Batch;
-use crate::decoder::{Decoder, StepContext, with_slice};
+use crate::decoder::{Decoder, DecoderError, StepContext, with_slice};
 use crate::dropout::DropoutKey;
+use crate::homes::WeightsHome;
 
 /// Batch and sequence length of a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,11 +31,13 @@ impl Shape {
     }
 }
 
-/// A decoder on the host device and its gradients, for steps of one shape.
+/// A decoder on the host device and its gradients, for steps of one shape. Weights and gradients of layers that the decoder does not have
+/// are streamed from host RAM.
+#[derive(Clone)]
 pub struct HostModel {
     /// Weights and arithmetic.
     pub decoder: Arc<Decoder>,
-    /// Gradients of all parameters, numbered as in [`Decoder::parameters`].
+    /// Gradients of the decoder's parameters, numbered as in [`Decoder::parameters`].
     pub gradients: Arc<Gradients>,
     shape: Shape,
     micro_batches: usize,
@@ -58,7 +62,8 @@ impl HostModel {
     /// # Errors
     /// When the step has no micro-batches.
     pub fn model(&self) -> Result<Model, RuntimeError> {
-        let options = ModelOptions { micro_batches: self.micro_batches, ..ModelOptions::default() };
+        let home = if self.decoder.has_layers() { WeightsHome::Hbm } else { WeightsHome::Host };
+        let options = home.options(self.micro_batches);
         Model::new(self.prologue(), self.layers(), self.epilogue(), options)
     }
 
@@ -67,10 +72,23 @@ impl HostModel {
         Bytes((self.shape.tokens() * self.decoder.spec().hidden * size_of::<f32>()) as u64)
     }
 
-    /// Weights and gradients, which lie outside the store.
+    /// Weights and gradients that lie outside the store.
     pub fn own_bytes(&self) -> Bytes {
-        let declared = self.decoder.declared(self.shape.batch, self.shape.seq);
-        declared.weights + declared.gradients
+        let elements: usize = self.decoder.parameters().iter().map(|(_, var)| var.elem_count()).sum();
+        Bytes(2 * (elements * size_of::<f32>()) as u64)
+    }
+
+    /// The same model with weights of all layers in the decoder, all zero where it has none: to measure layers one by one.
+    ///
+    /// # Errors
+    /// When candle fails.
+    pub fn with_layers(&self) -> Result<HostModel, DecoderError> {
+        if self.decoder.has_layers() {
+            return Ok(self.clone());
+        }
+        let zeros = &mut |_: &str, shape: &[usize]| vec![0.0; shape.iter().product()];
+        let decoder = Decoder::new(self.decoder.spec().clone(), zeros)?;
+        Ok(HostModel::new(decoder, self.shape, self.micro_batches, self.dropout))
     }
 
     fn dims(&self) -> (usize, usize, usize) {
@@ -87,7 +105,9 @@ impl HostModel {
         // A kept graph also holds the layer's input and its output.
         let boundary = self.boundary_bytes();
         let declared = self.decoder.declared(self.shape.batch, self.shape.seq);
-        let saved = declared.layer_internals_total() + boundary + boundary;
+        let graph = declared.layer_internals_total() + boundary + boundary;
+        // Of weights that come in with a call it holds a copy.
+        let saved = graph + if self.decoder.has_layers() { Bytes::ZERO } else { self.layer_bytes() };
         let sizes = LayerSizes {
             output: boundary,
             saved,
@@ -98,19 +118,41 @@ impl HostModel {
         (0..self.decoder.spec().layers()).map(|layer| self.layer(layer, sizes)).collect()
     }
 
+    /// Weights of a layer, which are all of one kind.
+    fn layer_bytes(&self) -> Bytes {
+        let layer = self.decoder.spec().parameters();
+        let elements = |p: &lazy_model::Parameter| p.shape.iter().product::<usize>();
+        let count: usize = layer[self.decoder.layer_parameters(0)].iter().map(elements).sum();
+        Bytes((count * size_of::<f32>()) as u64)
+    }
+
     fn layer(&self, layer: usize, sizes: LayerSizes) -> Arc<dyn Layer> {
+        let (decoder, dropout) = (Arc::clone(&self.decoder), self.dropout);
+        let context = move |cx: &Context<'_>| {
+            let key = DropoutKey { seed: cx.seed, step: cx.step, micro_batch: cx.micro_batch as u64 };
+            let dropout = if cx.phase == Phase::Evaluation { 0.0 } else { dropout };
+            StepContext { dropout, key }
+        };
+        let numbers = self.decoder.layer_parameters(layer);
+        if !self.decoder.has_layers() {
+            let shapes = self.decoder.spec().parameters();
+            let weights = numbers.map(|id| {
+                let lazy_model::Parameter { name, shape } = &shapes[id];
+                Weight { id, name: name.clone(), shape: shape.as_slice().into() }
+            });
+            let forward = move |cx: &Context<'_>, weights: &[Tensor], x: &Tensor| {
+                Ok(decoder.layer_forward_with(layer, weights, x, &context(cx))?)
+            };
+            return Arc::new(CandleLayer::with_weights(self.dims(), forward, weights.collect(), sizes));
+        }
         let named = self.decoder.parameters();
-        let parameters = self.decoder.layer_parameters(layer).map(|number| Parameter {
+        let parameters = numbers.map(|number| Parameter {
             number,
             name: named[number].0.clone(),
             variable: named[number].1.clone(),
         });
-        let (decoder, dropout) = (Arc::clone(&self.decoder), self.dropout);
-        let forward = move |cx: &Context<'_>, x: &candle_core::Tensor| {
-            let key = DropoutKey { seed: cx.seed, step: cx.step, micro_batch: cx.micro_batch as u64 };
-            let dropout = if cx.phase == Phase::Evaluation { 0.0 } else { dropout };
-            Ok(decoder.layer_forward(layer, x, &StepContext { dropout, key })?)
-        };
+        let forward =
+            move |cx: &Context<'_>, x: &Tensor| Ok(decoder.layer_forward(layer, x, &context(cx))?);
         let gradients = Arc::clone(&self.gradients);
         Arc::new(CandleLayer::new(self.dims(), forward, parameters.collect(), gradients, sizes))
     }

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use lazy_model::step::PAGE_ALIGNMENT;
 use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Tier, TierBytes, Verified};
 use lazy_optim_nvme::{AdamOptions, Durability, Moments, NvmeAdam, ParamSpec, UpdateOn};
 use lazy_runtime::Model;
@@ -156,7 +157,10 @@ pub fn optimized(spec: &ModelSpec, settings: &Settings) -> Vec<ParamSpec> {
 fn least(backend: &Backend, settings: &Settings, adam: &AdamOptions) -> Result<TierBytes> {
     let runtime = backend.model()?;
     let fixed = fixed(backend, &runtime, settings, adam)?;
-    Ok(TierBytes { hbm: fixed.hbm + runtime.sizes().step().least_hbm(), ..fixed })
+    let sizes = runtime.sizes();
+    let homes = sizes.streamed.weights.iter().chain(&sizes.streamed.gradients);
+    let homes: Bytes = homes.map(|bytes| bytes.align_up(PAGE_ALIGNMENT)).sum();
+    Ok(TierBytes { hbm: fixed.hbm + sizes.step().least_hbm(), host: fixed.host + homes, ..fixed })
 }
 
 /// Refuses, before anything is measured, caps that are no sizes and steps that no plan can make fit.

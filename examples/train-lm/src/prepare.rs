@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 
 use lazy_model::{HardwareProfile, ModelSpec};
 use lazy_optim_nvme::AdamOptions;
-use lazy_runtime::ModelOptions;
 use lazy_store::cuda::{Gpu, device_count};
 use lazy_store::scratch::RunDir;
 
@@ -16,6 +15,7 @@ use crate::dataset::DataSet;
 use crate::decoder::Decoder;
 use crate::error::{Result, TrainError};
 use crate::habits::Habits;
+use crate::homes::WeightsHome;
 use crate::model::HostModel;
 use crate::planning::{adam_options, check_parameters, check_room};
 use crate::probe::{probe, timestamp};
@@ -87,7 +87,7 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
         check_free(&out)?;
     }
     let initial = initial_weights(&settings, &spec, resumed.is_some())?;
-    let backend = backend(spec, gpu, &settings)?;
+    let backend = backend(spec, gpu, &settings, args.weights)?;
     let parameters = backend.spec().total_parameters();
     let adam = AdamOptions {
         io: args.io.state(),
@@ -130,10 +130,14 @@ fn open_device(args: &TrainArgs, settings: &Settings) -> Result<Option<Gpu>> {
     Ok(None)
 }
 
-fn backend(spec: ModelSpec, gpu: Option<Gpu>, settings: &Settings) -> Result<Backend> {
+fn backend(spec: ModelSpec, gpu: Option<Gpu>, settings: &Settings, weights: WeightsHome) -> Result<Backend> {
     let Some(gpu) = gpu else {
         // The optimizer's state sets its weights.
-        let decoder = Decoder::new(spec, &mut |_, shape| vec![0.0; shape.iter().product()])?;
+        let zeros = &mut |_: &str, shape: &[usize]| vec![0.0; shape.iter().product()];
+        let decoder = match weights {
+            WeightsHome::Hbm => Decoder::new(spec, zeros)?,
+            WeightsHome::Host => Decoder::without_layers(spec, zeros)?,
+        };
         return Ok(Backend::Host(HostModel::new(
             decoder,
             settings.shape(),
@@ -146,7 +150,7 @@ fn backend(spec: ModelSpec, gpu: Option<Gpu>, settings: &Settings) -> Result<Bac
         real: settings.dtype,
         gradients: settings.grad_dtype,
         dropout: settings.dropout,
-        model: ModelOptions { micro_batches: settings.accum, ..ModelOptions::default() },
+        model: weights.options(settings.accum),
         poison: false,
     };
     Ok(Backend::Cuda(CudaDecoder::new(&gpu, spec, options)?))

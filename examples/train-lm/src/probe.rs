@@ -37,7 +37,7 @@ pub fn probe(
     let when = timestamp();
     let spec = backend.spec();
     let (name, times) = match backend {
-        Backend::Host(model) => ("this machine", layer_times(model, shape)?),
+        Backend::Host(model) => ("this machine", layer_times(&model.with_layers()?, shape)?),
         Backend::Cuda(decoder) => (decoder.gpu().name(), cuda::probe::layer_times(decoder, spill)?),
     };
     let times = times.medians(workload_name(spec, shape), spec.layers(), "probe pass", &when);

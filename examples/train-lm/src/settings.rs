@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::cuda::Real;
 use crate::error::{Result, TrainError};
 use crate::habits::HabitArgs;
+use crate::homes::WeightsHome;
 use crate::io::IoChoice;
 use crate::model::Shape;
 
@@ -147,6 +148,9 @@ pub struct TrainArgs {
     /// schedule file
     #[arg(long, value_name = "PLAN", default_value = "auto", help_heading = "Plan")]
     pub plan: String,
+    /// Where weights and gradients of layers are when no layer uses them
+    #[arg(long, value_enum, default_value_t, help_heading = "Plan")]
+    pub weights: WeightsHome,
     /// Caps and machine.
     #[command(flatten)]
     pub budgets: BudgetArgs,

@@ -5,6 +5,7 @@ mod state;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
@@ -27,6 +28,7 @@ use crate::dataset::DataSet;
 use crate::error::{Result, TrainError};
 use crate::evaluation::{Evaluation, Evaluator};
 use crate::habits::Habits;
+use crate::homes::WeightsHome;
 use crate::io::IoChoice;
 use crate::metrics::{LaneBytes, LaneSeconds, StepMetrics, StepSeconds, resident_bytes};
 use crate::noted::Noted;
@@ -75,6 +77,9 @@ pub struct Summary {
     pub hbm_budget_bytes: Bytes,
     /// Boundaries by placement, layers by keeping.
     pub counts: lazy_model::Counts,
+    /// Where weights and gradients of layers were between their uses.
+    #[serde(default)]
+    pub weights_home: WeightsHome,
     /// What was asked for to move bytes to and from drives.
     #[serde(default)]
     pub io: IoChoice,
@@ -161,7 +166,8 @@ struct Run<'a> {
     folder: RunFolder,
     executor: Executor,
     program: Program,
-    optimizer: NvmeAdam,
+    /// Shared with the task that runs a step over parameters at home in RAM.
+    optimizer: Arc<Mutex<NvmeAdam>>,
     evaluator: Option<Evaluator>,
     saves: Saves,
     /// Where the optimizer runs beside backward.
@@ -235,7 +241,7 @@ impl<'a> Run<'a> {
         }
         let initial = new.then_some(&initial);
         let (mut optimizer, cursor) =
-            open_state(&settings, &folder, &trained, &adam, initial, &chosen.schedule)?;
+            open_state(&settings, &folder, (&trained, &executor), &adam, initial, &chosen.schedule)?;
         if args.no_load_optim {
             optimizer.forget_moments()?;
             console.note("the optimizer's moments are zero again");
@@ -287,7 +293,7 @@ impl<'a> Run<'a> {
             folder,
             executor,
             program,
-            optimizer,
+            optimizer: Arc::new(Mutex::new(optimizer)),
             evaluator,
             saves,
             finals,
@@ -331,7 +337,7 @@ impl<'a> Run<'a> {
         self.save_state()?;
         trace.finish().and_then(|mut w| w.flush()).map_err(TrainError::io(&self.folder.trace()))?;
         if !self.args.habits.no_save {
-            crate::export::checkpoint(&self.trained, &self.folder)?;
+            crate::export::checkpoint(&self.trained, &self.executor, &self.folder)?;
         }
         let summary = self.summary()?;
         self.record_measured(&summary)?;
@@ -352,10 +358,10 @@ impl<'a> Run<'a> {
 
     /// What is done between steps.
     fn after_step(&mut self) -> Result<()> {
-        self.saves.look_after(&mut self.optimizer)?;
+        self.saves.look_after(&mut lock(&self.optimizer))?;
         let every = self.habits.save_every;
         if every > 0 && self.next.is_multiple_of(every) && !self.args.habits.no_save {
-            self.saves.begin(&mut self.optimizer, self.next)?;
+            self.saves.begin(&mut lock(&self.optimizer), self.next)?;
         }
         self.evaluate(self.next == self.steps)
     }
@@ -376,9 +382,9 @@ impl<'a> Run<'a> {
     /// Saves the optimizer's state where steps do not, to resume from.
     fn save_state(&mut self) -> Result<()> {
         if self.settings.durability == DurabilityChoice::Checkpoint && !self.args.habits.no_save {
-            self.saves.begin(&mut self.optimizer, self.next)?;
+            self.saves.begin(&mut lock(&self.optimizer), self.next)?;
         }
-        self.saves.finish(&mut self.optimizer)
+        self.saves.finish(&mut lock(&self.optimizer))
     }
 
     fn step(
@@ -496,10 +502,11 @@ impl<'a> Run<'a> {
             nvme_peak_bytes: peak(Tier::Nvme),
             hbm_budget_bytes: self.chosen.budgets.hbm,
             counts: self.chosen.schedule.counts(),
+            weights_home: self.args.weights,
             io: self.args.io,
-            state_mode: self.optimizer.mode().to_string(),
+            state_mode: lock(&self.optimizer).mode().to_string(),
             nvme_mode: store.nvme_mode().map_or_else(|| "none".into(), ToString::to_string),
-            weights_digest: digest(&self.trained)?,
+            weights_digest: digest(&self.trained, &self.executor)?,
             evaluation_first: evaluations.first().copied(),
             evaluation_last: evaluations.last().copied(),
             interrupted: self.interrupted,
@@ -546,14 +553,19 @@ fn open_store(backend: &Backend, chosen: &Chosen, spill: &RunDir, args: &TrainAr
     })
 }
 
+/// A step that panicked in the optimizer ends the run; until then what is behind the lock is whole.
+fn lock(optimizer: &Mutex<NvmeAdam>) -> MutexGuard<'_, NvmeAdam> {
+    optimizer.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// SHA-256 over the bytes of all weights in the order of their names.
-fn digest(trained: &Trained) -> Result<String> {
+fn digest(trained: &Trained, executor: &Executor) -> Result<String> {
     let parameters = trained.spec().parameters();
     let mut order: Vec<usize> = (0..parameters.len()).collect();
     order.sort_by(|&a, &b| parameters[a].name.cmp(&parameters[b].name));
     let mut hasher = Sha256::new();
     for index in order {
-        hasher.update(trained.read(index)?);
+        hasher.update(trained.read(executor, index)?);
     }
     Ok(hasher.finalize().iter().map(|b| format!("{b:02x}")).collect())
 }

@@ -41,6 +41,8 @@ const ALL: &[(&str, Test)] = &[
     ("1000 steps with boundaries coming from RAM four ahead", plans::long_run),
     ("runs: wherever state, update and activations are, the same weights", runs::same_weights),
     ("runs: resumed, the same weights", runs::resumed),
+    ("runs: weights at home in RAM, the same weights", runs::streamed),
+    ("runs: spilled by every means, the same weights", runs::drives),
     ("runs: float32 beside the host device", runs::beside_the_host_device),
     ("runs: what goes wrong is named", runs::refusals),
 ];

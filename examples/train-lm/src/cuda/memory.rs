@@ -2,6 +2,7 @@
 //! `unsafe`: such memory is named by its address.
 
 use cudarc::driver::{CudaEvent, DriverError, result, sys};
+use lazy_model::Bytes;
 use lazy_optim_nvme::{DeviceSlice, Gradient, WeightsOut};
 use lazy_runtime::{Executor, ParameterId, RuntimeError};
 use lazy_store::cuda::Gpu;
@@ -9,14 +10,15 @@ use lazy_store::{DeviceRange, Store, StoreError, Stream};
 
 use super::trial::bytes_of;
 use super::{CudaDecoder, CudaError, Real, Result};
+use crate::homes;
 
 /// Where an executor's parameters and their gradients lie.
 pub(crate) struct DeviceParameters {
     gpu: Gpu,
     real: Real,
     gradients: Real,
-    /// Weights and gradient of each.
-    places: Vec<[DeviceRange; 2]>,
+    /// Weights and gradient of each; none of what is at home in RAM.
+    places: Vec<Option<[DeviceRange; 2]>>,
     /// Holds the memory.
     _store: Store,
 }
@@ -40,14 +42,21 @@ fn slice(real: Real, range: DeviceRange) -> DeviceSlice {
 
 impl DeviceParameters {
     /// Those of a decoder's executor.
+    ///
+    /// # Errors
+    /// When some are neither in the memory of the GPU, with their gradients, nor as a whole at home in RAM.
     pub(crate) fn of(
         decoder: &CudaDecoder,
         executor: &Executor,
     ) -> std::result::Result<DeviceParameters, RuntimeError> {
         let options = decoder.shared.options;
+        let in_ram = homes::are_in_ram(&options.model);
         let place = |parameter: usize| {
             let id = ParameterId(parameter);
-            Ok([executor.weights_on_device(id)?, executor.gradient_on_device(id)?])
+            match executor.weights_on_device(id).and_then(|w| Ok([w, executor.gradient_on_device(id)?])) {
+                Err(RuntimeError::NotOnDevice { .. }) if in_ram => Ok(None),
+                place => place.map(Some),
+            }
         };
         Ok(DeviceParameters {
             gpu: decoder.gpu.clone(),
@@ -60,6 +69,15 @@ impl DeviceParameters {
         })
     }
 
+    /// Whether a parameter is there.
+    pub(crate) fn has(&self, parameter: usize) -> bool {
+        self.places[parameter].is_some()
+    }
+
+    fn weights_of(&self, parameter: usize) -> DeviceRange {
+        self.places[parameter].map_or(DeviceRange { address: 0, bytes: Bytes::ZERO }, |[weights, _]| weights)
+    }
+
     /// Sets elements of a parameter from `first` on.
     pub(crate) fn write(&self, parameter: usize, first: usize, values: &[f32]) -> Result<()> {
         self.write_bytes(parameter, first, &bytes_of(self.real, values))
@@ -67,7 +85,7 @@ impl DeviceParameters {
 
     /// The same, of their bytes.
     pub(super) fn write_bytes(&self, parameter: usize, first: usize, bytes: &[u8]) -> Result<()> {
-        let [weights, _] = self.places[parameter];
+        let weights = self.weights_of(parameter);
         let at = (first * self.real.bytes()) as u64;
         let (wanted, got) = (at + bytes.len() as u64, weights.bytes.get());
         if wanted > got {
@@ -82,7 +100,7 @@ impl DeviceParameters {
 
     /// The bytes of a parameter.
     pub(crate) fn read(&self, parameter: usize) -> Result<Vec<u8>> {
-        let [weights, _] = self.places[parameter];
+        let weights = self.weights_of(parameter);
         let mut bytes = vec![0; weights.bytes.get() as usize];
         self.gpu.bind()?;
         // SAFETY: the parameter, which no step uses now.
@@ -92,18 +110,19 @@ impl DeviceParameters {
     }
 
     /// The gradient of a parameter, for a step of the optimizer.
-    pub(crate) fn gradient(&self, parameter: usize) -> Gradient<'static> {
-        Gradient::Device(slice(self.gradients, self.places[parameter][1]))
+    pub(crate) fn gradient(&self, parameter: usize) -> Option<Gradient<'static>> {
+        self.places[parameter].map(|[_, gradient]| Gradient::Device(slice(self.gradients, gradient)))
     }
 
-    /// All gradients.
+    /// All gradients that are there.
     pub(crate) fn gradients(&self) -> Vec<Option<Gradient<'static>>> {
-        (0..self.places.len()).map(|parameter| Some(self.gradient(parameter))).collect()
+        (0..self.places.len()).map(|parameter| self.gradient(parameter)).collect()
     }
 
-    /// Room for the weights of all parameters, for a step of the optimizer.
+    /// Room for the weights of all parameters that are there, for a step of the optimizer.
     pub(crate) fn weights(&self) -> Vec<Option<WeightsOut<'static>>> {
-        self.places.iter().map(|[weights, _]| Some(WeightsOut::Device(slice(self.real, *weights)))).collect()
+        let room = |[weights, _]: &[DeviceRange; 2]| WeightsOut::Device(slice(self.real, *weights));
+        self.places.iter().map(|place| place.as_ref().map(room)).collect()
     }
 }
 

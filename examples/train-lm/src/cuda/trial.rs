@@ -48,7 +48,8 @@ impl Trial {
         let (executor, program) = Executor::open(model, plan, store)?;
         let parameters: Vec<_> = executor.model().parameters().cloned().collect();
         let shapes = spec.parameters();
-        if let Ok(there) = DeviceParameters::of(&decoder, &executor) {
+        if !options.model.stream_weights && !options.model.stream_gradients {
+            let there = DeviceParameters::of(&decoder, &executor)?;
             for (parameter, p) in shapes.iter().enumerate() {
                 there.write_bytes(parameter, 0, &init(&p.name, &p.shape))?;
             }

@@ -12,20 +12,14 @@ use crate::dropout::Mask;
 /// Parameters of a layer.
 pub(crate) const PARAMETERS: usize = 11;
 
-/// A layer's weights, in the order of `ModelSpec::layer_parameters`.
-struct Weights([Tensor; PARAMETERS]);
-
 impl Decoder {
-    fn weights(&self, layer: usize, tracked: bool) -> Result<Weights> {
-        if layer >= self.spec.layers() {
-            return input_error(format!("there is no layer {layer}: the model has {}", self.spec.layers()));
+    fn check_layer(&self, layer: usize) -> Result<()> {
+        match self.spec.layers() {
+            layers if layer >= layers => {
+                input_error(format!("there is no layer {layer}: the model has {layers}"))
+            }
+            _ => Ok(()),
         }
-        let first = self.layer_parameters(layer).start;
-        Ok(Weights(std::array::from_fn(|i| {
-            let var = &self.parameters[first + i].1;
-            // A detached tensor shares the storage and starts no graph.
-            if tracked { var.as_tensor().clone() } else { var.as_detached_tensor() }
-        })))
     }
 
     /// Leads from boundary `layer` to boundary `layer + 1`, both `[batch, seq, hidden]`.
@@ -38,9 +32,31 @@ impl Decoder {
     ///
     /// When there is no such layer, `x` has another width, or the dropout probability is not in `0.0..1.0`.
     pub fn layer_forward(&self, layer: usize, x: &Tensor, cx: &StepContext) -> Result<Tensor> {
+        self.check_layer(layer)?;
+        let weights = self.parameters[self.layer_parameters(layer)].iter().map(|(_, var)| {
+            // A detached tensor shares the storage and starts no graph.
+            if x.is_variable() { var.as_tensor().clone() } else { var.as_detached_tensor() }
+        });
+        self.layer_forward_with(layer, &weights.collect::<Vec<_>>(), x, cx)
+    }
+
+    /// The same with weights that are given, in the order of [`Decoder::layer_parameters`].
+    ///
+    /// # Errors
+    ///
+    /// As for [`Decoder::layer_forward`], and for another number of weights.
+    pub fn layer_forward_with(
+        &self,
+        layer: usize,
+        weights: &[Tensor],
+        x: &Tensor,
+        cx: &StepContext,
+    ) -> Result<Tensor> {
+        self.check_layer(layer)?;
         let (spec, c) = (&self.spec, &self.geometry);
-        let Weights([norm_1, q, k, v, o, q_norm, k_norm, norm_2, gate, up, down]) =
-            self.weights(layer, x.is_variable())?;
+        let [norm_1, q, k, v, o, q_norm, k_norm, norm_2, gate, up, down] = weights else {
+            return input_error(format!("a layer has {PARAMETERS} weights, {} were given", weights.len()));
+        };
         let (batch, seq, hidden) = x.dims3()?;
         if hidden != c.hidden || batch * seq == 0 {
             return input_error(format!(
@@ -64,17 +80,17 @@ impl Decoder {
             x.apply_op2(w, RmsNorm { eps: spec.rms_norm_eps as f32, rotation })
         };
 
-        let input = norm(x, &norm_1)?;
-        let query = rotated(&input.apply_op2(&q, Linear)?, &q_norm, c.heads)?;
-        let key = rotated(&input.apply_op2(&k, Linear)?, &k_norm, c.kv_heads)?;
-        let value = input.apply_op2(&v, Linear)?;
+        let input = norm(x, norm_1)?;
+        let query = rotated(&input.apply_op2(q, Linear)?, q_norm, c.heads)?;
+        let key = rotated(&input.apply_op2(k, Linear)?, k_norm, c.kv_heads)?;
+        let value = input.apply_op2(v, Linear)?;
         let (heads, kv_heads, head_dim) = (c.heads, c.kv_heads, c.head_dim);
         let attention = Attention { batch, seq, heads, kv_heads, head_dim };
         let attended = query.apply_op3(&key, &value, attention)?;
-        let x = residual(x, &attended.apply_op2(&o, Linear)?, 0)?;
+        let x = residual(x, &attended.apply_op2(o, Linear)?, 0)?;
 
-        let input = norm(&x, &norm_2)?;
-        let gated = input.apply_op2(&gate, Linear)?.apply_op2(&input.apply_op2(&up, Linear)?, SwiGlu)?;
-        Ok(residual(&x, &gated.apply_op2(&down, Linear)?, 1)?)
+        let input = norm(&x, norm_2)?;
+        let gated = input.apply_op2(gate, Linear)?.apply_op2(&input.apply_op2(up, Linear)?, SwiGlu)?;
+        Ok(residual(&x, &gated.apply_op2(down, Linear)?, 1)?)
     }
 }

@@ -21,7 +21,7 @@ mod sizes;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Tensor, Var};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Tensor, Var};
 use lazy_model::{ModelSpec, Parameter};
 
 pub use loss::{IGNORED, Loss, shifted_targets};
@@ -75,6 +75,8 @@ pub struct StepContext {
 pub struct Decoder {
     spec: ModelSpec,
     geometry: Geometry,
+    /// Whether the weights of layers are among the parameters.
+    layers: bool,
     parameters: Vec<(String, Var)>,
     rotary: Mutex<Option<Arc<RotaryTable>>>,
     loss_rows: usize,
@@ -88,8 +90,26 @@ impl Decoder {
     ///
     /// When the specification asks for something that is not computed here, or `init` returns another number of elements.
     pub fn new(spec: ModelSpec, init: &mut dyn FnMut(&str, &[usize]) -> Vec<f32>) -> Result<Self> {
+        Decoder::of(spec, true, init)
+    }
+
+    /// The same without the weights of its layers, which [`Decoder::layer_forward_with`] is given with each call; their parameters have no
+    /// elements here.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Decoder::new`].
+    pub fn without_layers(spec: ModelSpec, init: &mut dyn FnMut(&str, &[usize]) -> Vec<f32>) -> Result<Self> {
+        Decoder::of(spec, false, init)
+    }
+
+    fn of(spec: ModelSpec, layers: bool, init: &mut dyn FnMut(&str, &[usize]) -> Vec<f32>) -> Result<Self> {
         let geometry = config::check(&spec)?;
-        let make = |Parameter { name, shape }| {
+        let of_layers = 1..1 + spec.layers() * layer::PARAMETERS;
+        let make = |(index, Parameter { name, shape })| {
+            if !layers && of_layers.contains(&index) {
+                return Ok((name, Var::zeros(0, DType::F32, &Device::Cpu)?));
+            }
             let values = init(&name, &shape);
             let (got, wanted) = (values.len(), shape.iter().product::<usize>());
             if got != wanted {
@@ -97,8 +117,8 @@ impl Decoder {
             }
             Ok((name, Var::from_vec(values, shape, &Device::Cpu)?))
         };
-        let parameters = spec.parameters().into_iter().map(make).collect::<Result<Vec<_>>>()?;
-        Ok(Decoder { spec, geometry, parameters, rotary: Mutex::new(None), loss_rows: loss::ROWS })
+        let parameters = spec.parameters().into_iter().enumerate().map(make).collect::<Result<Vec<_>>>()?;
+        Ok(Decoder { spec, geometry, layers, parameters, rotary: Mutex::new(None), loss_rows: loss::ROWS })
     }
 
     /// Sets how many tokens' logits exist at a time in [`Decoder::loss`] (default 128, at least 1).
@@ -116,6 +136,11 @@ impl Decoder {
     /// here.
     pub fn parameters(&self) -> &[(String, Var)] {
         &self.parameters
+    }
+
+    /// Whether it has the weights of its layers.
+    pub fn has_layers(&self) -> bool {
+        self.layers
     }
 
     /// Indices of a layer's parameters.

@@ -13,6 +13,7 @@ use lazy_model::{HardwareProfile, Schedule, Seconds, Tier};
 
 use crate::error::{Result, TrainError};
 use crate::evaluation::Evaluation;
+use crate::homes::WeightsHome;
 use crate::metrics::StepMetrics;
 use crate::noted::LATE;
 use crate::run_folder::{self, write_file};
@@ -381,6 +382,13 @@ impl Files {
         if let Some(measured) = &self.record.measured {
             let summary = &measured.summary;
             facts.push(fact("Spill files", format!("{} (--io {})", summary.nvme_mode, summary.io)));
+            facts.push(fact(
+                "Weights and gradients of layers",
+                match summary.weights_home {
+                    WeightsHome::Hbm => "stay in HBM",
+                    WeightsHome::Host => "are at home in host RAM and streamed layer by layer",
+                },
+            ));
             facts.push(fact("Files of the optimizer", summary.state_mode.clone()));
             facts.push(fact("Weights", format!("sha256 {}", summary.weights_digest)));
         }

@@ -1,21 +1,22 @@
 //! A step: the passes, and the optimizer after them or beside backward.
 
 use std::cell::OnceCell;
-use std::sync::MutexGuard;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
 use lazy_model::Seconds;
-use lazy_optim_nvme::{Gradient, Gradients, GroupOptions, StepInput, StepOutcome};
+use lazy_optim_nvme::{Gradient, Gradients, GroupOptions, NvmeAdam, OptimError, StepInput, StepOutcome};
 use lazy_runtime::{Executor, RuntimeError, Step, StepReport};
 
 use super::state::Cursor;
-use super::{GROUPS, Run};
+use super::{GROUPS, Run, lock};
 use crate::backend::Trained;
 use crate::batch::Batch;
 use crate::cuda::memory::Mark;
 use crate::decoder::{Decoder, DecoderError};
 use crate::error::{Result, TrainError};
+use crate::homes;
 use crate::phase::{self, Phase};
 use crate::settings::{DurabilityChoice, Settings};
 
@@ -26,6 +27,8 @@ pub(super) struct Advanced {
     /// What the optimizer took after the passes, the gradients' norm not counted.
     pub(super) after: Seconds,
 }
+
+type StepResult = std::result::Result<StepOutcome, OptimError>;
 
 /// Says which gradients are final while the passes run.
 pub(super) struct Finals {
@@ -55,9 +58,10 @@ impl Drop for Ending {
 
 impl Finals {
     /// Has the executor say so, where the optimizer may begin before all gradients are known: none is clipped by the norm of all,
-    /// and a step can be taken back.
+    /// a step can be taken back, and no gradient is handed over only once the passes have ended.
     pub(super) fn of(settings: &Settings, executor: &mut Executor) -> Option<Finals> {
-        if settings.clip > 0.0 || settings.durability != DurabilityChoice::Step {
+        let in_ram = homes::are_in_ram(executor.model().options());
+        if settings.clip > 0.0 || settings.durability != DurabilityChoice::Step || in_ram {
             return None;
         }
         let (send, receive) = channel();
@@ -124,21 +128,77 @@ impl Run<'_> {
         let ran = self.executor.run(&mut self.program, call);
         let passes = self.passed(call.step, ran)?;
         let mut failed = None;
+        let mut optimizer = lock(&self.optimizer);
         let outcome = match &self.trained {
+            _ if homes::are_in_ram(self.executor.model().options()) => {
+                drop(optimizer);
+                self.over_homes(input)?
+            }
             Trained::Host(model) => {
                 let gradients = model.gradients.read();
                 let views: Vec<_> = gradients.iter().map(|g| Some(Gradient::F32(g))).collect();
-                self.optimizer.step(&views, input, &mut write_to(&model.decoder, &mut failed))?
+                optimizer.step(&views, input, &mut write_to(&model.decoder, &mut failed))?
             }
-            Trained::Cuda { parameters, .. } => self.optimizer.step_into(
-                &parameters.gradients(),
-                input,
-                parameters.weights(),
-                &mut |_, _| {},
-            )?,
+            Trained::Cuda { parameters, .. } => {
+                optimizer.step_into(&parameters.gradients(), input, parameters.weights(), &mut |_, _| {})?
+            }
         };
         let after = outcome.seconds.update + outcome.seconds.commit;
         failed.map_or(Ok(Advanced { passes, outcome, after }), |error| Err(error.into()))
+    }
+
+    /// The optimizer's step where layers have their parameters at home in RAM: a task of the executor's store that holds them.
+    fn over_homes(&self, input: &StepInput<'_>) -> Result<StepOutcome> {
+        let (groups, blob) = (input.groups.to_vec(), input.blob.to_vec());
+        let StepInput { max_norm, origin, .. } = *input;
+        let optimizer = Arc::clone(&self.optimizer);
+        let input = move |step: &mut dyn FnMut(&mut NvmeAdam, &StepInput<'_>) -> StepResult| {
+            let (groups, blob) = (&groups, &blob);
+            let input = StepInput { groups, blob, max_norm, origin, ..StepInput::default() };
+            step(&mut lock(&optimizer), &input)
+        };
+        match &self.trained {
+            Trained::Host(model) => {
+                let model = model.clone();
+                self.executor.update_in_ram(move |all| {
+                    let own = model.gradients.read();
+                    let mut gradients: Vec<_> = own.iter().map(|g| Some(Gradient::F32(g))).collect();
+                    let mut rooms: Vec<Option<&mut [f32]>> = own.iter().map(|_| None).collect();
+                    for home in all {
+                        let number = home.parameter.id.0;
+                        let (room, gradient) = home.in_memory()?;
+                        gradients[number] = Some(Gradient::F32(gradient.f32()?));
+                        rooms[number] = Some(room.f32()?);
+                    }
+                    let mut failed = None;
+                    let outcome = input(&mut |optimizer, input| {
+                        let mut elsewhere = write_to(&model.decoder, &mut failed);
+                        let mut write = |number: usize, first: usize, values: &[f32]| match &mut rooms[number]
+                        {
+                            Some(room) => room[first..first + values.len()].copy_from_slice(values),
+                            None => elsewhere(number, first, values),
+                        };
+                        optimizer.step(&gradients, input, &mut write)
+                    });
+                    Ok(failed.map_or(outcome.map_err(TrainError::from), |error| Err(error.into())))
+                })?
+            }
+            Trained::Cuda { decoder, parameters } => {
+                let (parameters, options) = (Arc::clone(parameters), *decoder.options());
+                self.executor.update_in_ram(move |all| {
+                    let (mut gradients, mut rooms) = (parameters.gradients(), parameters.weights());
+                    for home in all {
+                        let number = home.parameter.id.0;
+                        let (gradient, room) = homes::to_update(home, [options.real, options.gradients])?;
+                        (gradients[number], rooms[number]) = (Some(gradient), Some(room));
+                    }
+                    let outcome = input(&mut |optimizer, input| {
+                        optimizer.step_into(&gradients, input, std::mem::take(&mut rooms), &mut |_, _| {})
+                    });
+                    Ok(outcome.map_err(TrainError::from))
+                })?
+            }
+        }
     }
 
     fn beside_backward(&mut self, call: &Step, input: &StepInput<'_>) -> Result<Advanced> {
@@ -168,10 +228,11 @@ impl Run<'_> {
                     let view = views[parameter].get_or_init(|| model.gradients.view(parameter));
                     view.as_ref().map(|view| Gradient::F32(view))
                 }
-                Trained::Cuda { parameters, .. } => Some(parameters.gradient(parameter)),
+                Trained::Cuda { parameters, .. } => parameters.gradient(parameter),
             })
         };
         let mut failed = None;
+        let mut optimizer = lock(optimizer);
         let mut ending = Ending { send: send.clone(), whole: false };
         let (ran, outcome) = std::thread::scope(|scope| {
             let ran = scope.spawn(move || {
@@ -194,7 +255,7 @@ impl Run<'_> {
         let updated = Instant::now();
         // What is left of a step that failed is not the next one's.
         while receive.try_recv().is_ok() {}
-        drop(views);
+        drop((views, optimizer));
         let (ran, ended) = ran.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         let passes = self.passed(call.step, ran)?;
         let after = Seconds(updated.saturating_duration_since(ended).as_secs_f64());

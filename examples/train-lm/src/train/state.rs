@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use lazy_model::{Bytes, Schedule};
 use lazy_optim_nvme::{AdamOptions, LoadOptions, NvmeAdam, OptimError, ParamSpec};
+use lazy_runtime::Executor;
 use lazy_store::StoreError;
 use serde::{Deserialize, Serialize};
 
@@ -65,7 +66,7 @@ pub(super) fn state_dir(settings: &Settings, folder: &RunFolder) -> PathBuf {
 pub(super) fn open_state(
     settings: &Settings,
     folder: &RunFolder,
-    trained: &Trained,
+    (trained, executor): (&Trained, &Executor),
     adam: &AdamOptions,
     new: Option<&InitialWeights>,
     schedule: &Schedule,
@@ -79,7 +80,7 @@ pub(super) fn open_state(
         let created = NvmeAdam::create(dir, &specs, adam, |parameter, first, values| {
             let filled = initial
                 .fill(&parameters[parameter], first, values)
-                .and_then(|()| trained.write(parameter, first, values));
+                .and_then(|()| trained.write(executor, parameter, first, values));
             if let Err(error) = filled {
                 failed.get_or_insert(error);
             }
@@ -118,7 +119,7 @@ pub(super) fn open_state(
     };
     let mut failed = None;
     optimizer.read_weights(&mut |parameter, first, values| {
-        if let Err(error) = trained.write(parameter, first, values) {
+        if let Err(error) = trained.write(executor, parameter, first, values) {
             failed.get_or_insert(error);
         }
     })?;

@@ -2,12 +2,15 @@
 
 use std::path::PathBuf;
 
+use lazy_model::{Placement, Schedule};
 use lazy_solver::budgets::BudgetArgs;
 use lazy_store::{BoxError, Bytes, StoreError};
 
 use super::{Bench, Outcome};
 use crate::cuda::Real;
 use crate::error::TrainError;
+use crate::homes::WeightsHome;
+use crate::io::IoChoice;
 use crate::settings::{DeviceChoice, DurabilityChoice, StateHome, TrainArgs, UpdateChoice};
 use crate::train::{Summary, train};
 
@@ -123,6 +126,73 @@ pub(super) fn same_weights(bench: &Bench<'_>) -> Outcome {
     Ok(format!("{} runs, loss {:?} to {:?}", runs.number, first.loss_first, first.loss_last))
 }
 
+/// Weights and gradients of layers at home in RAM: the bits of runs that keep them in HBM, in both types, wherever state and update are.
+pub(super) fn streamed(bench: &Bench<'_>) -> Outcome {
+    let mut runs = Runs::new(bench, "streamed")?;
+    let mut peaks = Vec::new();
+    for (dtype, gradients) in [(Real::F32, Real::F32), (Real::Bf16, Real::Bf16), (Real::Bf16, Real::F32)] {
+        let types = |args: &mut TrainArgs| (args.dtype, args.grad_dtype) = (Some(dtype), Some(gradients));
+        for (accum, clip) in [(1, 1.0), (2, 1.0), (2, 0.0)] {
+            let with = |args: &mut TrainArgs| {
+                types(args);
+                (args.accum, args.clip, args.dropout) = (Some(accum), Some(clip), Some(0.1));
+            };
+            let resident = runs.run(|args| {
+                with(args);
+                args.plan = "checkpoint".into();
+            })?;
+            for (plan, update) in [
+                ("auto", UpdateChoice::Cpu),
+                ("checkpoint", UpdateChoice::Cuda),
+                ("resident", UpdateChoice::Auto),
+            ] {
+                let name =
+                    format!("{dtype:?} {gradients:?}, accum {accum}, clip {clip}, {plan}, update {update:?}");
+                runs.same(&resident.weights_digest, &name, |args| {
+                    with(args);
+                    (args.weights, args.plan, args.update) = (WeightsHome::Host, plan.into(), update);
+                })?;
+            }
+            if accum == 1 {
+                let least = runs.run(|args| {
+                    with(args);
+                    (args.weights, args.plan) = (WeightsHome::Host, "checkpoint".into());
+                })?;
+                if least.hbm_peak_bytes >= resident.hbm_peak_bytes {
+                    return Err(format!(
+                        "{:?} of HBM for {:?}",
+                        least.hbm_peak_bytes, resident.hbm_peak_bytes
+                    )
+                    .into());
+                }
+                peaks.push(format!("{} for {} of HBM", least.hbm_peak_bytes, resident.hbm_peak_bytes));
+            }
+        }
+    }
+    // State in HBM beside them, on resuming the other way round, with evaluations.
+    let with = |args: &mut TrainArgs| {
+        (args.state, args.habits.eval_text) = (Some(StateHome::Hbm), args.text.clone());
+        args.habits.eval_every = Some(2);
+    };
+    let straight = runs.run(with)?;
+    let half = runs.run(|args| {
+        with(args);
+        (args.steps, args.weights) = (Some(STEPS / 2), WeightsHome::Host);
+    })?;
+    runs.same(&straight.weights_digest, "resumed", |args| {
+        (args.out, args.resume, args.text) = (None, Some(half.run.clone()), Vec::new());
+    })?;
+    let evaluated = runs.run(|args| {
+        with(args);
+        args.weights = WeightsHome::Host;
+    })?;
+    let loss = |summary: &Summary| summary.evaluation_last.map(|evaluation| evaluation.loss.to_bits());
+    if loss(&evaluated) != loss(&straight) || evaluated.weights_digest != straight.weights_digest {
+        return Err("an evaluation of weights at home in RAM has another loss".into());
+    }
+    Ok(format!("{} runs; {}", runs.number, peaks.join(", ")))
+}
+
 pub(super) fn resumed(bench: &Bench<'_>) -> Outcome {
     let mut runs = Runs::new(bench, "resumed")?;
     for state in [StateHome::Nvme, StateHome::Hbm] {
@@ -146,6 +216,34 @@ pub(super) fn resumed(bench: &Bench<'_>) -> Outcome {
         }
     }
     Ok(format!("{} runs", runs.number))
+}
+
+/// Boundaries on a drive, moved by every means: the same weights, or a refusal by name.
+pub(super) fn drives(bench: &Bench<'_>) -> Outcome {
+    let mut runs = Runs::new(bench, "drives")?;
+    let resident = runs.run(|args| args.plan = "checkpoint".into())?;
+    let mut schedule = Schedule::from_json(&std::fs::read_to_string(resident.run.join("schedule.json"))?)?;
+    let last = schedule.placement.len() - 1;
+    schedule.placement[..last].fill(Placement::Nvme);
+    schedule.transfers = None;
+    let file = runs.dir.join("spills.json");
+    std::fs::write(&file, schedule.to_json()?)?;
+    let mut seen = Vec::new();
+    for io in [IoChoice::Auto, IoChoice::Uring, IoChoice::Posix, IoChoice::Cufile] {
+        let ran = runs.run(|args| (args.plan, args.io) = (file.display().to_string(), io));
+        match ran {
+            Ok(summary) if summary.weights_digest != resident.weights_digest => {
+                return Err(format!("--io {io}: other weights").into());
+            }
+            Ok(summary) if summary.nvme_peak_bytes == Bytes::ZERO => return Err("nothing was spilled".into()),
+            Ok(summary) => seen.push(format!("{io}: {}", summary.nvme_mode)),
+            Err(TrainError::Store(StoreError::BackendRefused { asked: "cuFile", reason })) => {
+                seen.push(format!("{io}: refused, {reason}"));
+            }
+            Err(error) => return Err(format!("--io {io}: {error}").into()),
+        }
+    }
+    Ok(seen.join("; "))
 }
 
 /// The host device is the independent source: another decoder, by another library.

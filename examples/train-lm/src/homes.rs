@@ -1,0 +1,76 @@
+//! Weights and gradients of layers that are at home in host RAM: set, read and updated there between steps.
+
+use lazy_optim_nvme::{Gradient, WeightsOut};
+use lazy_runtime::{Executor, FinalGradient, LayerError, ModelOptions, ParameterId, RuntimeError};
+use serde::{Deserialize, Serialize};
+
+use crate::cuda::Real;
+
+/// Where weights and gradients of layers are when no layer uses them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WeightsHome {
+    /// In HBM
+    #[default]
+    Hbm,
+    /// In pinned host RAM: they come into HBM layer by layer, and gradients go out the same way
+    Host,
+}
+
+impl WeightsHome {
+    /// The options of a model whose step has so many micro-batches.
+    pub fn options(self, micro_batches: usize) -> ModelOptions {
+        let streamed = self == WeightsHome::Host;
+        ModelOptions { micro_batches, stream_weights: streamed, stream_gradients: streamed, on_nvme: false }
+    }
+}
+
+/// Whether a model's layers have their weights there.
+pub(crate) fn are_in_ram(options: &ModelOptions) -> bool {
+    options.stream_weights && options.stream_gradients && !options.on_nvme
+}
+
+/// Sets bytes of a parameter at home in RAM from `first` on.
+pub(crate) fn write(
+    executor: &Executor,
+    parameter: usize,
+    first: usize,
+    bytes: Vec<u8>,
+) -> Result<(), RuntimeError> {
+    executor.update_in_ram(move |all| {
+        let home = all.into_iter().find(|home| home.parameter.id.0 == parameter);
+        let weights = home.and_then(|home| home.weights).ok_or("weights are not in RAM")?.bytes()?;
+        let end = first.checked_add(bytes.len());
+        let room =
+            end.and_then(|end| weights.get_mut(first..end)).ok_or("weights are outside their parameter")?;
+        room.copy_from_slice(&bytes);
+        Ok(())
+    })
+}
+
+/// The bytes of a parameter.
+pub(crate) fn read(executor: &Executor, parameter: usize) -> Result<Vec<u8>, RuntimeError> {
+    executor.weights(ParameterId(parameter))
+}
+
+/// A parameter at home in RAM as the optimizer takes it: its gradient, and room for its weights.
+pub(crate) fn to_update<'a>(
+    home: FinalGradient<'a>,
+    [weights, gradients]: [Real; 2],
+) -> Result<(Gradient<'a>, WeightsOut<'a>), LayerError> {
+    let (room, gradient) = home.in_memory()?;
+    let gradient = match gradients {
+        Real::F32 => Gradient::F32(gradient.f32()?),
+        Real::Bf16 => Gradient::Bf16(bits(bytemuck::try_cast_slice(gradient.bytes()?))?),
+    };
+    let room = match weights {
+        Real::F32 => WeightsOut::F32(room.f32()?),
+        Real::Bf16 => WeightsOut::Bf16(bits(bytemuck::try_cast_slice_mut(room.bytes()?))?),
+    };
+    Ok((gradient, room))
+}
+
+/// Buffers begin at multiples of 256 bytes, so that numbers lie whole in them.
+fn bits<T>(cast: Result<T, bytemuck::PodCastError>) -> Result<T, LayerError> {
+    cast.map_err(|e| format!("bytes of a parameter are no bfloat16: {e}").into())
+}
