@@ -12,8 +12,12 @@ use crate::spill::Spill;
 use crate::store::{Event, Extent, Store, Submission};
 use crate::work::{Way, Work};
 
-/// Copies timed for each link; the median of them is reported.
-const PROBE_COPIES: usize = 5;
+/// Times that each link is measured; the median is reported.
+const PROBE_ROUNDS: usize = 5;
+/// Copies in a row to and from NVMe: a drive gives less to many of them than to one.
+const PROBE_ROW: usize = 8;
+/// Copies in each direction at once.
+const PROBE_BOTH: usize = 4;
 
 /// Measured rates of the links that a store has.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -22,6 +26,10 @@ pub struct MeasuredRates {
     pub h2d: BytesPerSecond,
     /// Device to host.
     pub d2h: BytesPerSecond,
+    /// Host to device while the other direction is busy.
+    pub h2d_both: BytesPerSecond,
+    /// Device to host while the other direction is busy.
+    pub d2h_both: BytesPerSecond,
     /// Writes to NVMe, where the store has it.
     pub nvme_write: Option<BytesPerSecond>,
     /// Reads from NVMe, where the store has it.
@@ -95,46 +103,100 @@ impl Store {
         }
     }
 
-    /// Measures every link with copies of `bytes` over the store's own queues: the median rate of a few, one at a time.
-    /// Needs that much free room in every tier, and belongs outside a step. Where the spill file is buffered, reads come
-    /// from the page cache, and the rate is that of memory.
+    /// Measures every link with copies of `bytes` over the store's own queues: between HBM and host RAM one at a time, then in both
+    /// directions at once; to NVMe and back eight in a row, as steps have them. Medians of a few rounds.
+    /// Needs free room for two such copies in HBM and in host RAM, with NVMe for eight there and in host RAM. Begins a step
+    /// ([`Store::start_step`]), so it belongs outside one. Where the spill file is buffered, reads come from the page cache, and the rate is
+    /// that of memory.
     ///
     /// # Errors
     ///
     /// [`StoreError::OutOfBudget`] where a tier has no room, and whatever a copy reports.
     pub fn probe_links(&self, bytes: Bytes) -> Result<MeasuredRates, StoreError> {
-        let hbm = self.reserve(Tier::Hbm, bytes)?;
-        let host = self.reserve(Tier::Host, bytes)?;
-        let fill =
-            Submission { writes: &[&host], ..Submission::new(Lane::Compute, "fill for the link probe") };
-        self.submit(fill, |access| {
-            // Not zeros: some drives store those without writing them.
-            access.write(0).iter_mut().enumerate().for_each(|(i, byte)| *byte = (i % 251) as u8);
-            Ok(())
-        })?;
-        // The first copy touches the pages, and is not timed.
-        self.copy("link probe", &host, &hbm, &[])?.wait();
-        let d2h = self.rate(&hbm, &host)?;
-        let h2d = self.rate(&host, &hbm)?;
+        let reserve = |tier, n: usize| -> Result<Vec<Extent>, StoreError> {
+            (0..n).map(|_| self.reserve(tier, bytes)).collect()
+        };
+        let drive = self.nvme_mode().is_some();
+        let hbm = reserve(Tier::Hbm, 2)?;
+        let host = reserve(Tier::Host, if drive { PROBE_ROW } else { 2 })?;
+        for extent in &host {
+            let fill =
+                Submission { writes: &[extent], ..Submission::new(Lane::Compute, "fill for the link probe") };
+            self.submit(fill, |access| {
+                // Not zeros: some drives store those without writing them.
+                access.write(0).iter_mut().enumerate().for_each(|(i, byte)| *byte = (i % 251) as u8);
+                Ok(())
+            })?;
+        }
+        // The first copies touch the pages, and are not timed.
+        for (src, dst) in host.iter().zip(&hbm) {
+            self.copy("link probe", src, dst, &[])?.wait();
+        }
+        let d2h = self.rate(&hbm[..1], &host[..1])?;
+        let h2d = self.rate(&host[..1], &hbm[..1])?;
+        let (d2h_both, h2d_both) = self.rates_both((&hbm[0], &host[0]), (&host[1], &hbm[1]), (d2h, h2d))?;
         let (mut nvme_write, mut nvme_read) = (None, None);
-        if self.nvme_mode().is_some() {
-            let nvme = self.reserve(Tier::Nvme, bytes)?;
+        if drive {
+            let nvme = reserve(Tier::Nvme, PROBE_ROW)?;
             nvme_write = Some(self.rate(&host, &nvme)?);
             nvme_read = Some(self.rate(&nvme, &host)?);
         }
-        Ok(MeasuredRates { h2d, d2h, nvme_write, nvme_read })
+        Ok(MeasuredRates { h2d, d2h, h2d_both, d2h_both, nvme_write, nvme_read })
     }
 
-    fn rate(&self, src: &Extent, dst: &Extent) -> Result<BytesPerSecond, StoreError> {
-        let mut times = Vec::with_capacity(PROBE_COPIES);
-        for _ in 0..PROBE_COPIES {
+    /// The rate of copies from each of `src` to its mate in `dst`, all queued at once.
+    fn rate(&self, src: &[Extent], dst: &[Extent]) -> Result<BytesPerSecond, StoreError> {
+        let mut times = Vec::with_capacity(PROBE_ROUNDS);
+        for _ in 0..PROBE_ROUNDS {
             let start = Instant::now();
-            self.copy("link probe", src, dst, &[])?.wait();
+            for (src, dst) in src.iter().zip(dst) {
+                self.copy("link probe", src, dst, &[])?;
+            }
+            self.synchronize()?;
             times.push(start.elapsed().as_secs_f64());
         }
-        self.synchronize()?;
-        times.sort_by(f64::total_cmp);
-        let median = times[times.len() / 2];
-        Ok(BytesPerSecond(src.bytes().get() as f64 / median.max(f64::MIN_POSITIVE)))
+        let bytes: Bytes = src.iter().map(Extent::bytes).sum();
+        Ok(BytesPerSecond(bytes.get() as f64 / median(times).max(f64::MIN_POSITIVE)))
     }
+
+    /// The rates out and in while both are busy, of a pair of extents each, where `alone` are those of one direction.
+    fn rates_both(
+        &self,
+        out: (&Extent, &Extent),
+        back: (&Extent, &Extent),
+        alone: (BytesPerSecond, BytesPerSecond),
+    ) -> Result<(BytesPerSecond, BytesPerSecond), StoreError> {
+        let (mut outs, mut backs) = (Vec::new(), Vec::new());
+        for _ in 0..PROBE_ROUNDS {
+            self.start_step();
+            for _ in 0..PROBE_BOTH {
+                self.copy("link probe", out.0, out.1, &[])?;
+                self.copy("link probe", back.0, back.1, &[])?;
+            }
+            self.synchronize()?;
+            let spans = self.take_spans();
+            let ends = |lane| {
+                let of = || spans.iter().filter(|span| span.lane == lane);
+                let first = of().map(|span| span.start.get()).fold(f64::INFINITY, f64::min);
+                (first, of().map(|span| span.end.get()).fold(0.0, f64::max))
+            };
+            let (d2h, h2d) = (ends(Lane::D2h), ends(Lane::H2d));
+            // What is left once the other direction has ended goes at the rate alone.
+            let until = d2h.1.min(h2d.1);
+            let bytes = (out.0.bytes().get() * PROBE_BOTH as u64) as f64;
+            let rate = |(start, end): (f64, f64), alone: f64| {
+                let together = (bytes - alone * (end - until)) / (until - start).max(f64::MIN_POSITIVE);
+                together.clamp(alone / 16.0, alone)
+            };
+            outs.push(rate(d2h, alone.0.get()));
+            backs.push(rate(h2d, alone.1.get()));
+        }
+        Ok((BytesPerSecond(median(outs)), BytesPerSecond(median(backs))))
+    }
+}
+
+/// The middle of an odd number of samples.
+fn median(mut samples: Vec<f64>) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    samples[samples.len() / 2]
 }

@@ -296,8 +296,31 @@ fn a_limited_link_takes_at_least_its_time() {
     // 20,000 bytes at 10^6 bytes a second.
     assert!(store.take_spans()[1].duration().get() >= 0.02);
     drop((x, saved));
-    let rates = store.probe_links(Bytes(10_000)).unwrap();
+    let rates = store.probe_links(Bytes(8192)).unwrap();
     assert!(rates.d2h.get() <= 1e6 && rates.h2d.get() > 0.0 && rates.nvme_read.is_none());
+    // Never more than alone.
+    assert!(rates.d2h_both.get() > 0.0 && rates.d2h_both <= rates.d2h, "{rates:?}");
+    assert!(rates.h2d_both.get() > 0.0 && rates.h2d_both <= rates.h2d, "{rates:?}");
+}
+
+#[test]
+fn the_drive_is_measured_by_copies_in_a_row() {
+    let limit = BytesPerSecond(4e6);
+    let limits = LinkLimits { nvme_read: Some(limit), nvme_write: Some(limit), ..LinkLimits::default() };
+    let (dir, room) = (folder(), Bytes(8 * 16384));
+    let store = Store::open(StoreOptions {
+        hbm: Bytes(2 * 16384),
+        host: room,
+        nvme: Some(NvmeOptions::new(dir.path(), room)),
+        limits,
+        ..StoreOptions::default()
+    })
+    .unwrap();
+    let rates = store.probe_links(Bytes(16384)).unwrap();
+    for rate in [rates.nvme_read.unwrap(), rates.nvme_write.unwrap()] {
+        assert!(rate.get() > 0.0 && rate <= limit, "{rates:?}");
+    }
+    assert!(Tier::ALL.iter().all(|tier| store.live(*tier) == Bytes::ZERO));
 }
 
 #[test]

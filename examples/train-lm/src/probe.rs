@@ -13,6 +13,7 @@ use lazy_store::{DeviceChoice, LinkLimits, NvmeOptions, Store, StoreOptions};
 use crate::backend::Backend;
 use crate::batch::Batch;
 use crate::cuda;
+use crate::cuda::probe::Beside;
 use crate::error::{Result, TrainError};
 use crate::io::IoChoice;
 use crate::model::{HostModel, Shape};
@@ -36,14 +37,17 @@ pub fn probe(
 ) -> Result<HardwareProfile> {
     let when = timestamp();
     let spec = backend.spec();
-    let (name, times) = match backend {
-        Backend::Host(model) => ("this machine", layer_times(&model.with_layers()?, shape)?),
+    let (name, (times, beside)) = match backend {
+        Backend::Host(model) => {
+            ("this machine", (layer_times(&model.with_layers()?, shape)?, Beside::default()))
+        }
         Backend::Cuda(decoder) => (decoder.gpu().name(), cuda::probe::layer_times(decoder, spill)?),
     };
     let times = times.medians(workload_name(spec, shape), spec.layers(), "probe pass", &when);
     stop::check()?;
     let boundary = backend.model()?.sizes().boundary[0];
-    let links = link_rates(boundary, (backend.device(), io), spill, limits, &when)?;
+    let mut links = link_rates(boundary, (backend.device(), io), spill, limits, &when)?;
+    beside.correct(&mut links, &when);
     let rate = optimizer_rate(backend, spill, adam)?;
     Ok(HardwareProfile {
         name: name.into(),
@@ -204,7 +208,7 @@ pub fn median(mut samples: Vec<f64>) -> f64 {
     }
 }
 
-/// Rates of copies of one boundary over each link, alone.
+/// Rates of copies of one boundary over each link: each alone, both directions of the host's at once, and the drive's several in a row.
 ///
 /// # Errors
 /// When the store cannot be opened or a copy fails.
@@ -225,9 +229,19 @@ pub fn link_rates(
         ..StoreOptions::default()
     })?;
     let rates = store.probe_links(boundary)?;
-    let marked = |rate| Marked::measured(rate, "copies of one boundary", when);
-    let nvme = |rate: Option<BytesPerSecond>| marked(rate.unwrap_or_default());
-    Ok(Links::alone(marked(rates.d2h), marked(rates.h2d), nvme(rates.nvme_write), nvme(rates.nvme_read)))
+    let marked = |rate, source| Marked::measured(rate, source, when);
+    let (alone, both) = ("copies of one boundary", "copies of one boundary in both directions");
+    let nvme = |rate: Option<BytesPerSecond>| marked(rate.unwrap_or_default(), "boundaries in a row");
+    Ok(Links {
+        d2h_both: Some(marked(rates.d2h_both, both)),
+        h2d_both: Some(marked(rates.h2d_both, both)),
+        ..Links::alone(
+            marked(rates.d2h, alone),
+            marked(rates.h2d, alone),
+            nvme(rates.nvme_write),
+            nvme(rates.nvme_read),
+        )
+    })
 }
 
 /// Elements a second of whole optimizer steps, norm and commit included, on a trial store of the model's size or

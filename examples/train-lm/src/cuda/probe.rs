@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DriverError};
-use lazy_model::Schedule;
 use lazy_model::step::Work;
+use lazy_model::{BytesPerSecond, Lane, Links, Marked, Placement, Schedule};
 use lazy_optim_nvme::{DeviceSlice, Gradient, NvmeAdam, StepInput, StepOutcome, WeightsOut};
 use lazy_runtime::{Program, StepReport};
 use lazy_store::StoreError;
@@ -14,19 +14,39 @@ use lazy_store::StoreError;
 use super::trial::{Trial, bytes_of};
 use super::{CudaDecoder, CudaError, CudaOptions, Real};
 use crate::error::{Result, TrainError};
-use crate::probe::Times;
+use crate::probe::{Times, median};
 use crate::stop;
 
 /// Steps after one that warms up.
 const STEPS: u64 = 3;
-/// Layers that keep their internals, so that both kinds of forward are seen: few, so that a large model fits.
+/// Layers that keep their internals, so that both kinds of forward are seen, and about as many boundaries in host RAM: few, so that a large model fits.
 const KEPT: usize = 4;
 /// Most elements of a trial parameter.
 const TRIAL_ELEMENTS: usize = 64 << 20;
 
+/// Rates of copies between HBM and host RAM while layers ran, in bytes a second.
+#[derive(Default)]
+pub struct Beside {
+    d2h: Vec<f64>,
+    h2d: Vec<f64>,
+}
+
+impl Beside {
+    /// Links at the rates that copies had beside layers, which is where plans have them; at those alone where no copy was made.
+    pub fn correct(self, links: &mut Links, when: &str) {
+        for (samples, link) in [(self.d2h, &mut links.d2h), (self.h2d, &mut links.h2d)] {
+            if !samples.is_empty() {
+                let rate = BytesPerSecond(median(samples));
+                *link = Marked::measured(rate, "copies of one boundary beside layers", when);
+            }
+        }
+    }
+}
+
 /// Adds the times of a step's tasks.
-fn add(times: &mut Times, program: &Program, report: &StepReport) {
+fn add(times: &mut Times, beside: &mut Beside, program: &Program, report: &StepReport) {
     for (task, span) in program.plan().tasks().zip(&report.timeline.spans) {
+        let rate = span.bytes.get() as f64 / span.duration().get().max(f64::MIN_POSITIVE);
         let list = match task.work {
             Work::Prologue => &mut times.prologue,
             Work::Forward { keep: false, .. } => &mut times.forward,
@@ -35,17 +55,25 @@ fn add(times: &mut Times, program: &Program, report: &StepReport) {
             Work::Epilogue => &mut times.epilogue,
             Work::PrologueBackward => &mut times.prologue_backward,
             Work::Recompute { save: true, .. } => &mut times.internals,
-            Work::Recompute { save: false, .. } | Work::Copy => continue,
+            Work::Recompute { save: false, .. } => continue,
+            Work::Copy => {
+                match task.lane {
+                    Lane::D2h => beside.d2h.push(rate),
+                    Lane::H2d => beside.h2d.push(rate),
+                    _ => {}
+                }
+                continue;
+            }
         };
         list.push(span.duration().get() * 1e3);
     }
 }
 
-/// Times of steps of the decoder, on weights and tokens made up. What goes to a file lies in `spill`.
+/// Times of steps of the decoder, on weights and tokens made up, and the rates of copies beside them. What goes to a file lies in `spill`.
 ///
 /// # Errors
 /// When the GPU has no room for a step that keeps little, and when a step fails.
-pub fn layer_times(decoder: &CudaDecoder, spill: &Path) -> Result<Times> {
+pub fn layer_times(decoder: &CudaDecoder, spill: &Path) -> Result<(Times, Beside)> {
     let spec = decoder.spec();
     // Whatever the steps of the run are, one micro-batch shows all.
     let mut options = CudaOptions { dropout: decoder.options().dropout, ..*decoder.options() };
@@ -54,6 +82,8 @@ pub fn layer_times(decoder: &CudaDecoder, spill: &Path) -> Result<Times> {
         let mut schedule = Schedule::named("probe", &model.sizes().boundary, false);
         let apart = (spec.layers() / KEPT).max(1);
         schedule.keep.iter_mut().step_by(apart).for_each(|keep| *keep = true);
+        let inner = 1..spec.layers();
+        inner.step_by(apart).for_each(|boundary| schedule.placement[boundary] = Placement::Host);
         Ok(schedule)
     };
     let pool = Pool::new(options.real);
@@ -61,15 +91,15 @@ pub fn layer_times(decoder: &CudaDecoder, spill: &Path) -> Result<Times> {
         Trial::open(decoder.gpu(), spec, options, spill, choose, |_, shape| pool.parameter(shape))
             .map_err(TrainError::Layer)?;
     let batch = vec![ids(options.shape.tokens(), spec.vocab)];
-    let mut times = Times::default();
+    let (mut times, mut beside) = (Times::default(), Beside::default());
     for step in 0..=STEPS {
         stop::check()?;
         let report = trial.step(step, &batch).map_err(TrainError::Layer)?;
         if step > 0 {
-            add(&mut times, &trial.program, &report);
+            add(&mut times, &mut beside, &trial.program, &report);
         }
     }
-    Ok(times)
+    Ok((times, beside))
 }
 
 /// Ids that look like text: some often, most seldom.

@@ -89,14 +89,16 @@ pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
     let dir = spill(&planner.dir);
     std::fs::create_dir_all(&dir)?;
     let decoder = CudaDecoder::new(&planner.gpu, planner.spec.clone(), planner.options)?;
-    let times = layer_times(&decoder, &dir)?;
+    let (times, beside) = layer_times(&decoder, &dir)?;
     let workload = workload_name(&planner.spec, planner.options.shape);
     let device = DeviceChoice::Cuda { ordinal: 0 };
     let boundary = decoder.model()?.sizes().boundary[0];
+    let mut links = link_rates(boundary, (device, IoChoice::Auto), &dir, LinkLimits::default(), &when)?;
+    beside.correct(&mut links, &when);
     Ok(HardwareProfile {
         name: planner.gpu.name().into(),
         tiers: Tiers::default(),
-        links: link_rates(boundary, (device, IoChoice::Auto), &dir, LinkLimits::default(), &when)?,
+        links,
         drives: None,
         compute: None,
         times: Some(times.medians(workload, planner.spec.layers(), "steps of the decoder", &when)),
