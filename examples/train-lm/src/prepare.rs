@@ -245,5 +245,5 @@ pub fn probe_only(args: &TrainArgs) -> Result<HardwareProfile> {
 
 fn measure(args: &TrainArgs, prepared: &Prepared, spill: &Path) -> Result<HardwareProfile> {
     let links = (args.throttle.unwrap_or_default(), args.io);
-    probe(&prepared.backend, prepared.settings.shape(), spill, links, &prepared.adam)
+    probe(&prepared.backend, &prepared.settings, spill, links, &prepared.adam)
 }

@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime};
 use lazy_model::{
     Bytes, BytesPerSecond, HardwareProfile, LayerIndex, Links, Marked, ModelSpec, Seconds, StepTimes, Tiers,
 };
-use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, NvmeAdam, ParamSpec, StepInput};
+use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, Moments, NvmeAdam, ParamSpec, StepInput};
 use lazy_runtime::{Backward, Context, Forward, Grads, Input, Loss, Output, Phase, Saved, Weights};
 use lazy_store::{DeviceChoice, LinkLimits, NvmeOptions, Store, StoreOptions};
 
@@ -17,6 +17,8 @@ use crate::cuda::probe::Beside;
 use crate::error::{Result, TrainError};
 use crate::io::IoChoice;
 use crate::model::{HostModel, Shape};
+use crate::planning::optimized;
+use crate::settings::Settings;
 use crate::stop;
 
 /// Repetitions after one that warms up.
@@ -30,13 +32,13 @@ const OPTIMIZER_ELEMENTS: usize = 4 << 20;
 /// When a layer, the store or the optimizer fails.
 pub fn probe(
     backend: &Backend,
-    shape: Shape,
+    settings: &Settings,
     spill: &Path,
     (limits, io): (LinkLimits, IoChoice),
     adam: &AdamOptions,
 ) -> Result<HardwareProfile> {
     let when = timestamp();
-    let spec = backend.spec();
+    let (spec, shape) = (backend.spec(), settings.shape());
     let (name, (times, beside)) = match backend {
         Backend::Host(model) => {
             ("this machine", (layer_times(&model.with_layers()?, shape)?, Beside::default()))
@@ -48,7 +50,7 @@ pub fn probe(
     let boundary = backend.model()?.sizes().boundary[0];
     let mut links = link_rates(boundary, (backend.device(), io), spill, limits, &when)?;
     beside.correct(&mut links, &when);
-    let rate = optimizer_rate(backend, spill, adam)?;
+    let rate = optimizer_rate(backend, &optimized(spec, settings), spill, adam)?;
     Ok(HardwareProfile {
         name: name.into(),
         tiers: Tiers::default(),
@@ -244,17 +246,48 @@ pub fn link_rates(
     })
 }
 
-/// Elements a second of whole optimizer steps, norm and commit included, on a trial store of the model's size or
-/// [`OPTIMIZER_ELEMENTS`], whichever is smaller.
-fn optimizer_rate(backend: &Backend, spill: &Path, adam: &AdamOptions) -> Result<f64> {
+/// Elements a second of whole optimizer steps, norm and commit included: each home of the state takes its share of the time, at the rate
+/// that a trial store has there.
+fn optimizer_rate(backend: &Backend, specs: &[ParamSpec], spill: &Path, adam: &AdamOptions) -> Result<f64> {
+    let mut seconds = 0.0;
+    for (share, there) in homes(specs, adam)? {
+        if share > 0.0 {
+            seconds += share / trial_rate(backend, specs, spill, &there)?;
+        }
+    }
+    Ok(1.0 / seconds)
+}
+
+/// HBM, RAM and NVMe: the share of the state's bytes that is at home there, and options under which all of a store is.
+fn homes(specs: &[ParamSpec], adam: &AdamOptions) -> Result<[(f64, AdamOptions); 3]> {
+    let (none, all) = (Bytes::ZERO, Bytes(u64::MAX));
+    let only = |hbm, host| AdamOptions { hbm, host, ..adam.clone() };
+    let in_ram = |hbm, host| -> Result<f64> {
+        let bytes = |host| NvmeAdam::memory_bytes(specs, &only(hbm, host));
+        Ok(bytes(host)?.saturating_sub(bytes(none)?).get() as f64)
+    };
+    let total = in_ram(none, all)?.max(1.0);
+    let (but_hbm, host) = (in_ram(adam.hbm, all)?, in_ram(adam.hbm, adam.host)?);
+    Ok([
+        ((total - but_hbm) / total, only(all, none)),
+        (host / total, only(none, all)),
+        ((but_hbm - host) / total, only(none, none)),
+    ])
+}
+
+/// Elements a second of a trial store of the model's size or [`OPTIMIZER_ELEMENTS`], whichever is smaller, with moments in the format of
+/// the model's largest parameter.
+fn trial_rate(backend: &Backend, specs: &[ParamSpec], spill: &Path, adam: &AdamOptions) -> Result<f64> {
     let all = usize::try_from(backend.spec().total_parameters()).unwrap_or(usize::MAX);
+    let largest = specs.iter().max_by_key(|spec| spec.shape.iter().product::<usize>());
+    let moments = largest.map_or(Moments::F32, |spec| spec.moments);
     let (in_ram, on_gpu) = match backend {
         Backend::Host(_) => (all.min(OPTIMIZER_ELEMENTS), None),
         Backend::Cuda(decoder) => (0, Some(cuda::probe::TrialParameter::new(decoder, all)?)),
     };
     let elements = on_gpu.as_ref().map_or(in_ram, |parameter| parameter.elements());
     let dir = spill.join("trial-optimizer");
-    let params = [ParamSpec::new("trial", &[elements])];
+    let params = [ParamSpec::new("trial", &[elements]).with_moments(moments)];
     let mut trial = NvmeAdam::create(&dir, &params, adam, |_, _, values| values.fill(0.0))?;
     let gradient = vec![1e-3f32; in_ram];
     let mut samples = Vec::new();
@@ -283,4 +316,27 @@ pub fn optimizer_time(profile: &HardwareProfile, elements: u64) -> Seconds {
 /// Now, UTC, as `2026-11-29T17:52:47Z`.
 pub fn timestamp() -> String {
     humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn state_is_timed_where_it_is_at_home() {
+        // Eight buckets of 65,536 elements, three float32 each: two fit into HBM, three of the others into RAM.
+        let bucket = 65_536 * 12;
+        let adam = AdamOptions {
+            bucket_elements: 65_536,
+            hbm: Bytes(2 * bucket + 5),
+            host: Bytes(3 * bucket + 5),
+            ..AdamOptions::default()
+        };
+        let specs = [ParamSpec::new("w", &[8, 65_536])];
+        let shares = |adam: &AdamOptions| homes(&specs, adam).unwrap().map(|(share, _)| share);
+        assert_eq!(shares(&adam), [0.25, 0.375, 0.375]);
+        assert_eq!(shares(&AdamOptions { hbm: Bytes::ZERO, ..adam.clone() }), [0.0, 0.375, 0.625]);
+        let everything = AdamOptions { hbm: Bytes(u64::MAX), ..adam };
+        assert_eq!(shares(&everything), [1.0, 0.0, 0.0]);
+    }
 }

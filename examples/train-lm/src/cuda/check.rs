@@ -38,7 +38,7 @@ const ALL: &[(&str, Test)] = &[
     ("bfloat16 beside float32, heads of 64, sequence of 65", |b| rounded(b, BF16_64, 3, 65)),
     ("bfloat16 without tensor cores beside float32, heads of 24", |b| rounded(b, BF16_24, 2, 40)),
     ("every plan gives the same bits after 20 steps", plans::same_bits),
-    ("1000 steps with boundaries coming from RAM four ahead", plans::long_run),
+    ("1000 steps with boundaries coming from RAM four ahead, as they come and held up", plans::long_run),
     ("runs: wherever state, update and activations are, the same weights", runs::same_weights),
     ("runs: resumed, the same weights", runs::resumed),
     ("runs: weights at home in RAM, the same weights", runs::streamed),

@@ -84,6 +84,8 @@ pub(crate) fn rows(args: &Args) -> Result<Vec<Value>, BoxError> {
         durability: state.durability,
         update: state.update,
         clip: Some(state.clip),
+        // Small enough for weights of any size: the loss is to fall.
+        lr: Some(1e-4),
         habits: HabitArgs { no_save: true, ..HabitArgs::default() },
         trace_steps: args.steps + 1,
         ..TrainArgs::default()

@@ -206,16 +206,19 @@ pub(super) fn same_bits(bench: &Bench<'_>) -> Outcome {
 
 pub(super) fn long_run(bench: &Bench<'_>) -> Outcome {
     let extra = Extra::compile(bench)?;
-    let way = Way::new("long", |model| {
+    let four_ahead = |model: &Model| {
         let mut schedule = model.schedule("CCCCCCG")?;
         schedule.execution.prefetch = 4;
         Ok(schedule)
-    });
-    let (losses, weights) = train(bench, &extra, way, 1000)?;
+    };
+    let long = train(bench, &extra, Way::new("long", four_ahead), 1000)?;
+    let slow = train(bench, &extra, Way { slow: true, ..Way::new("slow", four_ahead) }, 1000)?;
     let same = train(bench, &extra, Way::new("resident", resident), 1000)?;
+    let losses = &long.0;
     match losses.iter().position(|loss| !loss.is_finite()) {
         Some(at) => Err(format!("the loss of step {at} is {}", losses[at]).into()),
-        None if same != (losses.clone(), weights) => Err("other bits than with everything resident".into()),
+        None if same != long => Err("other bits than with everything resident".into()),
+        None if slow != long => Err("other bits where copies are held up".into()),
         None => Ok(format!("loss {:.3} to {:.4}", losses[0], losses[999])),
     }
 }
