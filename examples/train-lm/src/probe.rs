@@ -13,8 +13,9 @@ use lazy_store::{DeviceChoice, LinkLimits, NvmeOptions, Store, StoreOptions};
 use crate::backend::Backend;
 use crate::batch::Batch;
 use crate::cuda;
-use crate::cuda::probe::Beside;
+use crate::cuda::probe::{Beside, TRIAL_ELEMENTS};
 use crate::error::{Result, TrainError};
+use crate::homes::are_in_ram;
 use crate::io::IoChoice;
 use crate::model::{HostModel, Shape};
 use crate::planning::optimized;
@@ -283,6 +284,8 @@ fn trial_rate(backend: &Backend, specs: &[ParamSpec], spill: &Path, adam: &AdamO
     let moments = largest.map_or(Moments::F32, |spec| spec.moments);
     let (in_ram, on_gpu) = match backend {
         Backend::Host(_) => (all.min(OPTIMIZER_ELEMENTS), None),
+        // Gradients and weights of layers, which are most of all, are in RAM then.
+        Backend::Cuda(decoder) if are_in_ram(&decoder.options().model) => (all.min(TRIAL_ELEMENTS), None),
         Backend::Cuda(decoder) => (0, Some(cuda::probe::TrialParameter::new(decoder, all)?)),
     };
     let elements = on_gpu.as_ref().map_or(in_ram, |parameter| parameter.elements());

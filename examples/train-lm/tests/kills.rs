@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use train_lm::habits::HabitArgs;
+use train_lm::homes::WeightsHome;
 use train_lm::phase::{self, Phase};
 use train_lm::settings::{DurabilityChoice, StateHome, TrainArgs};
 use train_lm::train::train;
@@ -40,9 +41,11 @@ enum Kind {
     Saves,
     /// The same with state in RAM.
     InRam,
+    /// Every step is committed, and layers have their weights at home in RAM.
+    Homes,
 }
 
-const KINDS: [Kind; 4] = [Kind::Steps, Kind::Beside, Kind::Saves, Kind::InRam];
+const KINDS: [Kind; 5] = [Kind::Steps, Kind::Beside, Kind::Saves, Kind::InRam, Kind::Homes];
 
 impl Kind {
     fn needs_a_save(self) -> bool {
@@ -57,6 +60,7 @@ fn args(place: &Path, kind: Kind, run: &Path) -> TrainArgs {
         plan: place.join("plan.json").to_str().unwrap().to_owned(),
         nvme_dir: Some(run.parent().unwrap().join("spill")),
         json: true,
+        weights: if kind == Kind::Homes { WeightsHome::Host } else { WeightsHome::Hbm },
         ..TrainArgs::default()
     };
     let mut args = if run.join("run.json").exists() {
@@ -336,10 +340,10 @@ fn o2_o3_a_run_that_is_killed_anywhere_ends_with_the_same_weights() {
     sweep(Kind::Steps, least, 0);
 }
 
-/// Beside backward, and from saves on a drive and of state in RAM.
+/// Beside backward, from saves on a drive and of state in RAM, and with weights at home in RAM.
 #[test]
 fn o2_o3_a_run_that_is_killed_ends_with_the_same_weights_however_its_state_is_kept() {
-    for kind in [Kind::Beside, Kind::Saves, Kind::InRam] {
+    for kind in [Kind::Beside, Kind::Saves, Kind::InRam, Kind::Homes] {
         sweep(kind, 0, if deep() { 60 } else { 3 });
     }
 }

@@ -22,7 +22,7 @@ const STEPS: u64 = 3;
 /// Layers that keep their internals, so that both kinds of forward are seen, and about as many boundaries in host RAM: few, so that a large model fits.
 const KEPT: usize = 4;
 /// Most elements of a trial parameter.
-const TRIAL_ELEMENTS: usize = 64 << 20;
+pub(crate) const TRIAL_ELEMENTS: usize = 64 << 20;
 
 /// Rates of copies between HBM and host RAM while layers ran, in bytes a second.
 #[derive(Default)]

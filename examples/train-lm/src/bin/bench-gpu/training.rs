@@ -5,6 +5,7 @@ use lazy_model::Bytes;
 use lazy_store::{BoxError, DeviceChoice as StoreDevice, LinkLimits};
 use serde_json::Value;
 use train_lm::habits::HabitArgs;
+use train_lm::homes::WeightsHome;
 use train_lm::io::IoChoice;
 use train_lm::metrics::StepMetrics;
 use train_lm::probe::{link_rates, median, timestamp};
@@ -13,9 +14,12 @@ use train_lm::train::train;
 
 use crate::{Args, config, row, spill};
 
-/// What the trainer is told of the optimizer's state.
+/// What the trainer is told of weights and the optimizer's state.
 #[derive(ClapArgs, Clone, Debug)]
 pub(crate) struct StateArgs {
+    /// Where weights and gradients of layers are when no layer uses them
+    #[arg(long, value_enum, default_value_t)]
+    weights: WeightsHome,
     /// Where it lives
     #[arg(long, value_enum, default_value_t)]
     state: StateHome,
@@ -77,6 +81,7 @@ pub(crate) fn rows(args: &Args) -> Result<Vec<Value>, BoxError> {
         plan: "auto".into(),
         out: Some(dir.join("run")),
         nvme_dir: Some(spill(&args.dir)),
+        weights: state.weights,
         state: Some(state.state),
         state_hbm_gib: gib(state.state_hbm_gib),
         state_host_gib: gib(state.state_host_gib),
@@ -98,7 +103,8 @@ pub(crate) fn rows(args: &Args) -> Result<Vec<Value>, BoxError> {
     let step = middle(|m| m.seconds.step.get());
     let compute = middle(|m| (m.seconds.forward + m.seconds.backward + m.seconds.clip).get());
     let optimizer = middle(|m| m.seconds.optimizer.get());
-    let name = format!("{} {}x{}, state {:?}", args.shape, args.batch, args.seq, state.state);
+    let home = if state.weights == WeightsHome::Host { ", weights in RAM" } else { "" };
+    let name = format!("{} {}x{}{home}, state {:?}", args.shape, args.batch, args.seq, state.state);
     eprintln!(
         "{name}: step {step:.3} s, passes and norm {compute:.3}, optimizer after them {optimizer:.3}, bytes {:?}, peak {:?}, by NVML {:?}, loss {:?} to {:?}",
         metrics.last().map(|m| m.bytes),
