@@ -111,6 +111,9 @@ mod device;
 mod drive;
 pub mod durable;
 mod error;
+#[cfg(feature = "gpu-test")]
+#[doc(hidden)]
+pub mod gpu_test;
 mod io;
 mod lanes;
 mod links;

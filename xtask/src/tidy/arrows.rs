@@ -8,13 +8,14 @@ use serde_json::Value;
 use super::Finding;
 
 /// Each workspace crate, and the workspace crates it may name as dependencies of any kind.
-const ALLOWED: [(&str, &[&str]); 11] = [
+const ALLOWED: [(&str, &[&str]); 12] = [
     ("lazy-model", &[]),
     ("lazy-solver", &["lazy-model"]),
     ("lazy-store", &["lazy-model"]),
     ("lazy-runtime", &["lazy-model", "lazy-store"]),
     ("lazy-optim-nvme", &["lazy-model", "lazy-store"]),
     ("train-lm", &["lazy-model", "lazy-solver", "lazy-store", "lazy-runtime", "lazy-optim-nvme"]),
+    ("bench-optim", &["lazy-model", "lazy-store", "lazy-optim-nvme"]),
     ("bench-runtime", &["lazy-model", "lazy-solver", "lazy-store", "lazy-runtime"]),
     ("embed-burn", &["lazy-model", "lazy-store", "lazy-runtime"]),
     ("embed-cuda", &["lazy-model", "lazy-store", "lazy-runtime"]),

@@ -44,6 +44,7 @@ pub(crate) fn run() -> Outcome<()> {
     findings.extend(publish::check(&metadata, &root));
     let reached = modules::reach(&metadata, &root, &files);
     findings.extend(modules::check(&files, &reached));
+    findings.extend(modules::check_published(&metadata, &root, &files));
     for (file, text) in &files {
         findings.extend(words::check(file, text));
         if file.extension().is_some_and(|extension| extension == "rs") {

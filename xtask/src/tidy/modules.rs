@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::Finding;
 use super::lexer::{Source, Token};
+use super::{Finding, publish};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Role {
@@ -20,18 +20,43 @@ type Texts = BTreeMap<PathBuf, String>;
 /// Every file reached from a target's root through `mod` and `include!`.
 pub(super) fn reach(metadata: &Value, root: &Path, files: &Texts) -> BTreeMap<PathBuf, Role> {
     let mut reached = BTreeMap::new();
-    // Cargo's metadata lists packages from outside the workspace too: theirs are not below `root`.
     for package in metadata["packages"].as_array().into_iter().flatten() {
-        for target in package["targets"].as_array().into_iter().flatten() {
-            let Some(path) = target["src_path"].as_str() else { continue };
-            let Ok(path) = Path::new(path).strip_prefix(root) else { continue };
-            let kinds = target["kind"].as_array().into_iter().flatten();
-            let for_tests = kinds.into_iter().any(|kind| kind == "test" || kind == "bench");
-            let role = if for_tests { Role::Test } else { Role::Shipped };
-            follow(path, true, role, files, &mut reached);
-        }
+        reach_from(package, root, files, &mut reached);
     }
     reached
+}
+
+/// Those that one package's targets reach.
+fn reach_from(package: &Value, root: &Path, files: &Texts, reached: &mut BTreeMap<PathBuf, Role>) {
+    for target in package["targets"].as_array().into_iter().flatten() {
+        let Some(path) = target["src_path"].as_str() else { continue };
+        // Cargo's metadata lists packages from outside the workspace too: theirs are not below `root`.
+        let Ok(path) = Path::new(path).strip_prefix(root) else { continue };
+        let kinds = target["kind"].as_array().into_iter().flatten();
+        let for_tests = kinds.into_iter().any(|kind| kind == "test" || kind == "bench");
+        let role = if for_tests { Role::Test } else { Role::Shipped };
+        follow(path, true, role, files, reached);
+    }
+}
+
+/// A finding for every file that a published crate's targets take from outside its folder, which a package does not hold.
+pub(super) fn check_published(metadata: &Value, root: &Path, files: &Texts) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for package in publish::published(metadata) {
+        let manifest = Path::new(package["manifest_path"].as_str().unwrap_or_default());
+        let Some(folder) = manifest.parent().and_then(|folder| folder.strip_prefix(root).ok()) else {
+            continue;
+        };
+        let mut reached = BTreeMap::new();
+        reach_from(package, root, files, &mut reached);
+        let strangers = reached.into_keys().filter(|file| !file.starts_with(folder));
+        findings.extend(strangers.map(|file| {
+            let advice =
+                format!("`{}` is published and takes this file from outside its folder", folder.display());
+            Finding::new(&file, 1, advice)
+        }));
+    }
+    findings
 }
 
 /// A finding for every Rust file outside `reached`.
@@ -193,5 +218,31 @@ mod tests {
             reached.iter().filter(|(_, role)| **role == Role::Test).map(|(file, _)| file).collect();
         let expected = ["c/src/a/tests.rs", "c/tests/common/mod.rs", "c/tests/it.rs"];
         assert_eq!(tests, expected.map(PathBuf::from).iter().collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_published_crate_takes_nothing_from_outside_its_folder() {
+        let files = texts(&[
+            ("c/src/lib.rs", "mod own;"),
+            ("c/src/own.rs", ""),
+            ("c/src/bin/b.rs", "#[path = \"../../../d/src/shared.rs\"] mod shared;"),
+            ("d/src/main.rs", "#[path = \"../../c/src/own.rs\"] mod own; mod shared;"),
+            ("d/src/shared.rs", ""),
+        ]);
+        let package = |name: &str, publish: Value, sources: &[&str]| {
+            let targets: Vec<Value> = sources
+                .iter()
+                .map(|path| json!({"kind": ["bin"], "src_path": format!("/r/{path}")}))
+                .collect();
+            json!({"name": name, "publish": publish, "manifest_path": format!("/r/{name}/Cargo.toml"), "targets": targets})
+        };
+        let metadata = json!({"packages": [
+            package("c", Value::Null, &["c/src/lib.rs", "c/src/bin/b.rs"]),
+            package("d", json!([]), &["d/src/main.rs"]),
+        ]});
+        let findings = check_published(&metadata, Path::new("/r"), &files);
+        let named: Vec<_> = findings.iter().map(|finding| finding.file.display().to_string()).collect();
+        assert_eq!(named, ["d/src/shared.rs"]);
+        assert!(findings[0].advice.starts_with("`c` is published"));
     }
 }

@@ -10,10 +10,14 @@ use super::Finding;
 const FILES: [&str; 3] = ["README.md", "LICENSE-MIT", "LICENSE-APACHE"];
 
 pub(super) fn check(metadata: &Value, root: &Path) -> Vec<Finding> {
+    published(metadata).flat_map(|package| check_package(package, root)).collect()
+}
+
+/// The workspace's packages that are published.
+pub(super) fn published(metadata: &Value) -> impl Iterator<Item = &Value> {
     let packages = metadata["packages"].as_array().map(Vec::as_slice).unwrap_or_default();
     // Packages of registries have a source.
-    let ours = packages.iter().filter(|package| package["source"].is_null() && is_published(package));
-    ours.flat_map(|package| check_package(package, root)).collect()
+    packages.iter().filter(|package| package["source"].is_null() && is_published(package))
 }
 
 /// `publish = false` is an empty list of registries.

@@ -7,10 +7,6 @@
 #[path = "../../../tests/common/cases.rs"]
 mod cases;
 mod data;
-#[path = "../../../../lazy-store/src/bin/test-store-gpu/random.rs"]
-mod random;
-#[path = "../../../../lazy-store/src/bin/test-store-gpu/runner.rs"]
-mod runner;
 mod steps;
 mod tests;
 
@@ -20,6 +16,7 @@ use std::time::Instant;
 use lazy_optim_nvme::raw::Kernels;
 use lazy_store::BoxError;
 use lazy_store::cuda::Gpu;
+use lazy_store::gpu_test;
 
 fn open() -> Result<(Gpu, Kernels), BoxError> {
     let gpu = Gpu::open(0)?;
@@ -39,5 +36,6 @@ fn main() -> ExitCode {
     println!("{gpu:?}, compute capability {:?}", gpu.capability());
     println!("kernels in {:.2} s", start.elapsed().as_secs_f64());
     let word = std::env::args().nth(1).unwrap_or_default();
-    runner::run(&kernels, tests::ALL.iter().filter(|(name, _)| name.contains(&word)))
+    let tests = tests::ALL.iter().filter(|(name, _)| name.contains(&word));
+    gpu_test::run(&kernels, tests, &mut |line| println!("{line}"))
 }

@@ -12,9 +12,10 @@ use lazy_optim_nvme::{
 };
 use lazy_store::BoxError;
 use lazy_store::cuda::Gpu;
+use lazy_store::gpu_test::Random;
 
 use crate::cases::{Case, NAMES, RECORDED, Recording, SIZES, STEPS};
-use crate::random::Random;
+use crate::data::Values as _;
 use crate::tests::RUNS;
 
 const FORMATS: [Moments; 6] =

@@ -3,10 +3,10 @@
 use lazy_optim_nvme::raw::{self, DeviceGradient, DeviceWeights, Kernels, Sections, Step};
 use lazy_optim_nvme::{Gradient, GroupOptions, Moments, WeightsOut};
 use lazy_store::BoxError;
+use lazy_store::gpu_test::{Random, Test};
 
 use crate::cases::{Case, RECORDED, Recording, SIZES, STEPS};
-use crate::random::Random;
-use crate::runner::Test;
+use crate::data::Values as _;
 use crate::steps;
 
 pub(crate) const ALL: &[(&str, Test<Kernels>)] = &[

@@ -5,8 +5,6 @@
 #![allow(clippy::print_stdout, reason = "prints the results of its tests")]
 
 mod programs;
-mod random;
-mod runner;
 mod tests;
 
 use std::path::PathBuf;
@@ -15,6 +13,7 @@ use std::process::ExitCode;
 use lazy_store::BoxError;
 use lazy_store::cuda::Gpu;
 use lazy_store::cuda::kernels::{Arg, Grid, Kernel, Module};
+use lazy_store::gpu_test;
 use lazy_store::{DeviceRange, Stream};
 
 /// What the tests share.
@@ -96,5 +95,6 @@ fn main() -> ExitCode {
         }
     };
     println!("{:?}, compute capability {:?}", context.gpu, context.gpu.capability());
-    runner::run(&context, tests::ALL.iter().filter(|(name, _)| only.as_deref().is_none_or(|o| o == *name)))
+    let tests = tests::ALL.iter().filter(|(name, _)| only.as_deref().is_none_or(|o| o == *name));
+    gpu_test::run(&context, tests, &mut |line| println!("{line}"))
 }

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use lazy_store::gpu_test::Random;
 use lazy_store::{
     BoxError, Bytes, DeviceChoice, Event, Extent, Lane, NvmeOptions, Store, StoreOptions, Submission, Tier,
 };
 
-use crate::random::Random;
 use crate::{Context, check, fill, spin, word};
 
 /// An extent, and what it holds.

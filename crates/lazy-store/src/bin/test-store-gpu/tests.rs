@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::driver::{CudaSlice, DevicePtr};
 use lazy_store::cuda::kernels::{Arg, Grid, Module};
 use lazy_store::cuda::{DeviceMemory, Gpu};
+use lazy_store::gpu_test::Test;
 use lazy_store::{
     BackendChoice, BoxError, Bytes, Checksum, DeviceChoice, DeviceRange, Lane, LinkLimits, NvmeOptions,
     QueueOrder, Store, StoreError, StoreOptions, Stream, Submission, Tier,
 };
 
-use crate::runner::Test;
 use crate::{Context, check, fill, programs, spin, word};
 
 pub(crate) const ALL: &[(&str, Test<Context>)] = &[

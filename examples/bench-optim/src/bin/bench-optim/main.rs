@@ -6,19 +6,19 @@
 //! TABLE` measures one of `cpu`, `steps`, `overlap` and `memory`.
 
 mod cpu;
-#[path = "../../../../lazy-store/src/bin/bench-store/fio.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store/fio.rs"]
 mod fio;
 mod flags;
 mod memory;
 mod overlap;
-#[path = "../../../../lazy-store/src/bin/bench-store-gpu/program.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store-gpu/program.rs"]
 mod program;
-#[path = "../../../../lazy-store/src/bin/bench-store/rows.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store/rows.rs"]
 mod rows;
-#[path = "../../../../lazy-store/src/bin/bench-store/side.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store/side.rs"]
 #[allow(dead_code, reason = "shared with benchmarks that compare more")]
 mod side;
-#[path = "../../../../lazy-store/src/bin/bench-store/stats.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store/stats.rs"]
 #[allow(dead_code, reason = "shared with benchmarks that have goals of both kinds")]
 mod stats;
 mod stream;

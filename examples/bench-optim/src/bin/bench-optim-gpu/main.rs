@@ -3,18 +3,18 @@
 //! Rows of one table are measured in turn, round by round. `--pairs N` says how often (7, and no less); `--python PYTHON` starts
 //! `bench-optim/torch.py`. `--dir FOLDER` is where whole steps are measured, beside fio: it takes 6 GB there for some minutes.
 
-#[path = "../../../../lazy-store/src/bin/bench-store/fio.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store/fio.rs"]
 mod fio;
 #[path = "../bench-optim/flags.rs"]
 mod flags;
-#[path = "../../../../lazy-store/src/bin/bench-store-gpu/program.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store-gpu/program.rs"]
 mod program;
-#[path = "../../../../lazy-store/src/bin/bench-store/rows.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store/rows.rs"]
 mod rows;
-#[path = "../../../../lazy-store/src/bin/bench-store/side.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store/side.rs"]
 #[allow(dead_code, reason = "shared with benchmarks that compare more")]
 mod side;
-#[path = "../../../../lazy-store/src/bin/bench-store/stats.rs"]
+#[path = "../../../../../crates/lazy-store/src/bin/bench-store/stats.rs"]
 #[allow(dead_code, reason = "shared with benchmarks that have goals of both kinds")]
 mod stats;
 mod steps;
