@@ -53,13 +53,13 @@ impl Executor {
 
     /// Buffers of gradients or of weights that lie in RAM, each once.
     fn held_in_ram(&self, gradients: bool) -> Vec<HeldId> {
-        let on_gpu = self.store().gpu().is_some();
-        let in_ram = |tier| tier == Tier::Host || (tier == Tier::Hbm && !on_gpu);
         let place =
             |placed: &Placed| if gradients { placed.gradient.clone() } else { placed.weights.clone() };
-        let model = self.model();
-        let mut held: Vec<HeldId> = model.parameters.values().filter_map(|p| Some(place(p)?.0)).collect();
-        held.retain(|&id| in_ram(model.held[id].tier));
+        let places = self.model().parameters.values().filter_map(place);
+        let mut held: Vec<HeldId> = places.map(|(id, _)| id).collect();
+        let in_ram =
+            |extent: &Extent| extent.tier() != Tier::Nvme && self.store().device_range(extent).is_none();
+        held.retain(|&id| in_ram(self.extent(id)));
         held.sort_unstable();
         held.dedup();
         held

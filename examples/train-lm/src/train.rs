@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
 use lazy_model::{Bytes, HardwareProfile, Schedule, Seconds, Span, StepProblem, Tier};
-use lazy_optim_nvme::{NvmeAdam, OptimError, StepOutcome};
+use lazy_optim_nvme::{NvmeAdam, OptimError, StepOutcome, generations};
 use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
 use lazy_store::scratch::RunDir;
 use lazy_store::{Store, StoreError};
@@ -117,7 +117,10 @@ pub fn train(args: &TrainArgs) -> Result<Summary> {
     }
     let (profile, problem, chosen) = plan(args, &prepared, spill.path(), &console)?;
     let mut run = Run::start(args, prepared, (profile, problem), chosen, spill, console)?;
-    run.finish().map_err(|error| error.advise(run.goes_on()))
+    run.finish().map_err(|error| match run.goes_on() {
+        Some(advice) => error.advise(advice),
+        None => error,
+    })
 }
 
 /// From flags to a plan that was said. Measures with files in `spill` where no profile is given.
@@ -347,13 +350,15 @@ impl<'a> Run<'a> {
         Ok(summary)
     }
 
-    /// What to do once it has failed.
-    fn goes_on(&self) -> String {
+    /// What to do once it has failed, where there is something to go on from.
+    fn goes_on(&self) -> Option<String> {
+        let state = state_dir(&self.settings, &self.folder);
         let kept = match self.settings.durability {
             DurabilityChoice::Step => "every committed step is kept",
+            DurabilityChoice::Checkpoint if generations(&state).ok()?.is_empty() => return None,
             DurabilityChoice::Checkpoint => "what was saved is kept",
         };
-        format!("{kept}: --resume {} goes on there", self.folder.path().display())
+        Some(format!("{kept}: --resume {} goes on there", self.folder.path().display()))
     }
 
     /// What is done between steps.

@@ -201,18 +201,21 @@ struct Case {
     disk: &'static str,
     /// The disk cannot allocate ahead.
     sparse: bool,
+    /// What its steps leave on disk.
+    durability: &'static str,
     words: &'static str,
     /// Steps committed by then.
     committed: usize,
 }
 
-const CASES: [Case; 4] = [
+const CASES: [Case; 5] = [
     Case {
         name: "forward's spill",
         begun: 2,
         phase: Phase::Passes,
         disk: "spill",
         sparse: true,
+        durability: "step",
         words: "on lane nvme_write failed: no space for",
         committed: 2,
     },
@@ -222,6 +225,7 @@ const CASES: [Case; 4] = [
         phase: Phase::WriteBack,
         disk: "state",
         sparse: true,
+        durability: "step",
         words: "optimizer state: no space for",
         committed: 3,
     },
@@ -231,6 +235,7 @@ const CASES: [Case; 4] = [
         phase: Phase::Save,
         disk: "state",
         sparse: false,
+        durability: "step",
         words: "the optimizer state needs",
         committed: 4,
     },
@@ -240,8 +245,19 @@ const CASES: [Case; 4] = [
         phase: Phase::Passes,
         disk: "state",
         sparse: false,
+        durability: "step",
         words: "the optimizer state needs",
         committed: 3,
+    },
+    Case {
+        name: "a save where steps leave nothing",
+        begun: 2,
+        phase: Phase::Save,
+        disk: "state",
+        sparse: false,
+        durability: "checkpoint",
+        words: "the optimizer state needs",
+        committed: 4,
     },
 ];
 
@@ -267,10 +283,10 @@ fn child_on_small_disks() {
     }
 
     for (number, case) in CASES.into_iter().enumerate() {
-        let Case { name, begun, phase, disk, sparse, words, committed } = case;
+        let Case { name, begun, phase, disk, sparse, durability, words, committed } = case;
         let run = &format!("run-{number}");
         // Without a spill file, whose room the system may be slow to give back.
-        let first = place.new_run(run, begun, &["--plan", "checkpoint"]);
+        let first = place.new_run(run, begun, &["--plan", "checkpoint", "--durability", durability]);
         assert_eq!(first.status, 0, "{}", first.said);
         let path = place.disk(disk);
         let mut env = vec![(FILL, format!("{phase:?} {}", path.display()))];
@@ -278,7 +294,8 @@ fn child_on_small_disks() {
             env.push((SPARSE, "1".into()));
         }
         let failed = place.resume(run, &env);
-        let advice = format!("every committed step is kept: --resume {run} goes on there");
+        let kept = if durability == "step" { "every committed step" } else { "what was saved" };
+        let advice = format!("{kept} is kept: --resume {run} goes on there");
         assert_said(&failed, name, &[words, path.to_str().unwrap(), "need", "free", &advice]);
         assert_eq!(place.committed(run), committed, "{name}");
         place.make_room();
