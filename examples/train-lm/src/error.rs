@@ -94,6 +94,17 @@ impl TrainError {
         TrainError::Advised { source: Box::new(self), advice: advice.into() }
     }
 
+    /// The same where a disk has no room for a file.
+    pub fn advise_if_full(self, advice: impl Into<String>) -> TrainError {
+        match &self {
+            TrainError::Store(StoreError::NoSpace { .. })
+            | TrainError::Optimizer(
+                OptimError::NoSpace { .. } | OptimError::Store(StoreError::NoSpace { .. }),
+            ) => self.advise(advice),
+            _ => self,
+        }
+    }
+
     /// For `map_err` on a file operation.
     pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> TrainError + '_ {
         move |source| TrainError::Io { path: path.to_owned(), source }

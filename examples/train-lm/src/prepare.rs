@@ -245,5 +245,7 @@ pub fn probe_only(args: &TrainArgs) -> Result<HardwareProfile> {
 
 fn measure(args: &TrainArgs, prepared: &Prepared, spill: &Path) -> Result<HardwareProfile> {
     let links = (args.throttle.unwrap_or_default(), args.io);
+    let advice = "drives are measured in the folder of spill files: --nvme-dir names another folder";
     probe(&prepared.backend, &prepared.settings, spill, links, &prepared.adam)
+        .map_err(|e| e.advise_if_full(advice))
 }

@@ -10,10 +10,10 @@ use std::time::Instant;
 
 use lazy_model::perfetto::TraceWriter;
 use lazy_model::{Bytes, HardwareProfile, Schedule, Seconds, Span, StepProblem, Tier};
-use lazy_optim_nvme::{NvmeAdam, OptimError, StepOutcome, generations};
+use lazy_optim_nvme::{NvmeAdam, StepOutcome, generations};
 use lazy_runtime::{Executor, ExecutorOptions, Program, Step, StepReport};
+use lazy_store::Store;
 use lazy_store::scratch::RunDir;
-use lazy_store::{Store, StoreError};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -254,12 +254,8 @@ impl<'a> Run<'a> {
         let steps = steps.unwrap_or(DEFAULT_STEPS.max(first));
         if first < steps {
             // The files that a save holds are not written again.
-            optimizer.reserve().map_err(|e| match e {
-                OptimError::NoSpace { .. } => {
-                    TrainError::from(e).advise("what was saved last stays until the next save is made")
-                }
-                e => e.into(),
-            })?;
+            let advice = "what was saved last stays until the next save is made";
+            optimizer.reserve().map_err(|e| TrainError::from(e).advise_if_full(advice))?;
         }
         folder.started();
         let schedule = chosen.schedule.to_json()?;
@@ -550,12 +546,8 @@ fn open_store(backend: &Backend, chosen: &Chosen, spill: &RunDir, args: &TrainAr
         nvme.debug_boundaries = args.debug_boundaries;
     }
     options.limits = args.throttle.unwrap_or_default();
-    let full = |e: &StoreError| matches!(e, StoreError::NoSpace { .. });
-    Store::open(options).map_err(|e| match full(&e) {
-        true => TrainError::from(e)
-            .advise("--nvme-dir names another folder for spill files, --nvme-mib caps what lies there"),
-        false => e.into(),
-    })
+    let advice = "--nvme-dir names another folder for spill files, --nvme-mib caps what lies there";
+    Store::open(options).map_err(|e| TrainError::from(e).advise_if_full(advice))
 }
 
 /// A step that panicked in the optimizer ends the run; until then what is behind the lock is whole.

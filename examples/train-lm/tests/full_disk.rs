@@ -131,7 +131,7 @@ impl Place {
         Ended { status: output.status.code().unwrap(), said: String::from_utf8(output.stderr).unwrap() }
     }
 
-    fn new_run(&self, out: &str, steps: u64, flags: &[&str]) -> Ended {
+    fn new_run(&self, out: &str, steps: u64, flags: &[&str], without: &[&str]) -> Ended {
         let (spill, state) = (self.disk("spill"), self.disk("state").join(out));
         let (spill, state, steps) = (spill.to_str().unwrap(), state.to_str().unwrap(), steps.to_string());
         let defaults = [
@@ -148,7 +148,11 @@ impl Place {
             ["--out", out],
             ["--steps", &steps],
         ];
-        let others = defaults.iter().filter(|[flag, _]| !flags.contains(flag)).flatten().copied();
+        let others = defaults
+            .iter()
+            .filter(|[flag, _]| !flags.contains(flag) && !without.contains(flag))
+            .flatten()
+            .copied();
         self.run(&others.chain(flags.iter().copied()).collect::<Vec<_>>(), &[])
     }
 
@@ -266,7 +270,7 @@ const CASES: [Case; 5] = [
 fn child_on_small_disks() {
     let Some(disks) = std::env::var_os(DISKS).map(PathBuf::from) else { return };
     let place = Place { dir: disks.parent().unwrap().to_owned(), disks };
-    let undisturbed = place.new_run("undisturbed", STEPS, &[]);
+    let undisturbed = place.new_run("undisturbed", STEPS, &[], &[]);
     assert_eq!(undisturbed.status, 0, "{}", undisturbed.said);
     let expected = place.digest("undisturbed");
     fs::remove_dir_all(place.disk("state").join("undisturbed")).unwrap();
@@ -274,8 +278,14 @@ fn child_on_small_disks() {
     // No room for the spill file, and none for the optimizer's files.
     let small = place.disk("small");
     let small = small.to_str().unwrap();
-    for (flag, free) in [("--nvme-dir", "free; "), ("--state-dir", "are free; ")] {
-        let refused = place.new_run("refused", STEPS, &[flag, small]);
+    let cases = [
+        ("--nvme-dir", "free; ", &[][..]),
+        ("--state-dir", "are free; ", &[]),
+        // While drives are measured.
+        ("--nvme-dir", "free; ", &["--profile"]),
+    ];
+    for (flag, free, without) in cases {
+        let refused = place.new_run("refused", STEPS, &[flag, small], without);
         assert_said(&refused, flag, &[small, "need", free, "KiB", &format!("{flag} names another folder")]);
         assert!(!place.dir.join("refused").exists(), "{}", refused.said);
         assert_eq!(fs::read_dir(small).unwrap().count(), 0, "{}", refused.said);
@@ -286,7 +296,7 @@ fn child_on_small_disks() {
         let Case { name, begun, phase, disk, sparse, durability, words, committed } = case;
         let run = &format!("run-{number}");
         // Without a spill file, whose room the system may be slow to give back.
-        let first = place.new_run(run, begun, &["--plan", "checkpoint", "--durability", durability]);
+        let first = place.new_run(run, begun, &["--plan", "checkpoint", "--durability", durability], &[]);
         assert_eq!(first.status, 0, "{}", first.said);
         let path = place.disk(disk);
         let mut env = vec![(FILL, format!("{phase:?} {}", path.display()))];

@@ -90,17 +90,14 @@ pub(super) fn open_state(
             let _ = std::fs::remove_dir(dir);
         }
         let elsewhere = "--state-dir names another folder for it";
+        let if_full = match settings.durability {
+            DurabilityChoice::Step => format!("--durability checkpoint takes half of that, {elsewhere}"),
+            DurabilityChoice::Checkpoint => elsewhere.into(),
+        };
         let optimizer = created.map_err(|e| match e {
-            OptimError::NoSpace { .. } if settings.durability == DurabilityChoice::Step => {
-                TrainError::from(e).advise(format!("--durability checkpoint takes half of that, {elsewhere}"))
-            }
-            OptimError::NoSpace { .. } | OptimError::Store(StoreError::NoSpace { .. }) => {
-                TrainError::from(e).advise(elsewhere)
-            }
-            OptimError::Store(StoreError::BackendRefused { .. }) => e.into(),
-            OptimError::Store(_) => TrainError::from(e)
+            OptimError::Store(StoreError::File { .. }) => TrainError::from(e)
                 .advise("name a writable folder for it with --state-dir, or another run folder with --out"),
-            e => e.into(),
+            e => TrainError::from(e).advise_if_full(if_full),
         })?;
         let cursor = Cursor { next_step: 0, seed: settings.seed, shape_hash: schedule.shape_hash.clone() };
         return failed.map_or(Ok((optimizer, cursor)), Err);
