@@ -9,7 +9,7 @@ use lazy_model::step::Work;
 use lazy_model::{BytesPerSecond, Lane, Links, Marked, Placement, Schedule};
 use lazy_optim_nvme::{DeviceSlice, Gradient, NvmeAdam, StepInput, StepOutcome, WeightsOut};
 use lazy_runtime::{Program, StepReport};
-use lazy_store::StoreError;
+use lazy_store::{StoreError, Stream};
 
 use super::trial::{Trial, bytes_of};
 use super::{CudaDecoder, CudaError, CudaOptions, Real};
@@ -156,7 +156,7 @@ impl TrialParameter {
             CudaError::from(StoreError::Cuda { what: "make a trial parameter", reason: e.to_string() })
         };
         let (elements, options) = (elements.min(TRIAL_ELEMENTS), *decoder.options());
-        let stream = decoder.gpu().context().default_stream();
+        let stream = decoder.gpu().context().new_stream().map_err(failed)?;
         // A small value in float32 and in bfloat16.
         let all =
             repeated(&bytes_of(options.gradients, &[1e-3; 1 << 16]), elements * options.gradients.bytes());
@@ -184,6 +184,10 @@ impl TrialParameter {
         };
         let gradient = Gradient::Device(slice(&self.gradient, self.options.gradients));
         let weights = WeightsOut::Device(slice(&self.weights, self.options.real));
-        Ok(adam.step_into(&[Some(gradient)], input, vec![Some(weights)], &mut |_, _| {})?)
+        // SAFETY: a stream of that GPU's primary context, held by `self`. Memory taken on a stream is there for other streams once they
+        // have waited for it.
+        let stream = unsafe { Stream::from_raw(self.stream.cu_stream().cast()) };
+        let input = StepInput { stream: Some(stream), ..*input };
+        Ok(adam.step_into(&[Some(gradient)], &input, vec![Some(weights)], &mut |_, _| {})?)
     }
 }

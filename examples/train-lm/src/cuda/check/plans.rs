@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use half::bf16;
 use lazy_model::{Bytes, Schedule};
@@ -46,14 +45,15 @@ impl Extra {
     /// Holds the streams of both copy directions up, again and again, until `done`.
     fn slow_copies(&self, store: &Store, done: &AtomicBool) -> Result<(), StoreError> {
         while !done.load(Ordering::Relaxed) {
-            for lane in [Lane::D2h, Lane::H2d] {
+            let held = [Lane::D2h, Lane::H2d].map(|lane| {
                 let spin = self.spin.clone();
                 store.launch(Submission::new(lane, "spin"), move |access| {
                     // SAFETY: the kernel's parameter; it touches no memory.
                     Ok(unsafe { spin.launch(access.stream(), Grid::linear(1, 1), &[Arg::U64(HELD)]) }?)
-                })?;
-            }
-            std::thread::sleep(Duration::from_nanos(HELD));
+                })
+            });
+            // One spin a lane at a time: a queue of them would grow for as long as the steps run.
+            held.into_iter().try_for_each(|spin| spin.map(|spin| spin.wait()))?;
         }
         Ok(())
     }
