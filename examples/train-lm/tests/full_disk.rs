@@ -2,6 +2,9 @@
 //! stopped once there is room. On file systems in RAM, mounted for these tests alone.
 #![allow(clippy::unwrap_used, clippy::print_stderr, clippy::exit, reason = "tests")]
 
+#[path = "common/machine.rs"]
+mod machine;
+
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -33,21 +36,6 @@ fn config() -> String {
         "tie_word_embeddings": true
     })
     .to_string()
-}
-
-/// Layers that are slower than any copy, so that plans spill.
-fn profile() -> String {
-    let value = |value: Value| json!({"value": value, "source": "assumed", "by": "test"});
-    let each = |ms: f64| value(json!(vec![ms; LAYERS]));
-    let rate = || value(json!(1e9));
-    let times = json!({
-        "workload": "test", "forward_ms": each(20.0), "saving_forward_ms": each(20.0), "backward_ms": each(20.0),
-        "prologue_ms": value(json!(0.1)), "prologue_backward_ms": value(json!(0.1)), "epilogue_ms": value(json!(5.0)),
-    });
-    let links = json!({
-        "d2h_bytes_per_s": rate(), "h2d_bytes_per_s": rate(), "nvme_write_bytes_per_s": rate(), "nvme_read_bytes_per_s": rate(),
-    });
-    json!({"version": 2, "name": "test", "links": links, "times": times}).to_string()
 }
 
 fn fill_up(dir: &Path) {
@@ -323,7 +311,7 @@ fn t3_o3_a_full_disk_ends_a_run_with_what_to_do_and_it_goes_on_to_the_same_weigh
     let place = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let dir = place.path();
     fs::write(dir.join("config.json"), config()).unwrap();
-    fs::write(dir.join("profile.json"), profile()).unwrap();
+    fs::write(dir.join("profile.json"), machine::profile(LAYERS, [20.0; 2])).unwrap();
     fs::write(dir.join("text.txt"), "to be or not to be, that is the question. ".repeat(50)).unwrap();
     for disk in ["spill", "state", "small"] {
         fs::create_dir_all(dir.join("disks").join(disk)).unwrap();

@@ -1,6 +1,9 @@
 //! Runs whose layers have weights and gradients at home in host RAM: the bits of runs that keep them in HBM.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+#[path = "common/machine.rs"]
+mod machine;
+
 use std::fs;
 use std::path::PathBuf;
 
@@ -24,28 +27,13 @@ fn config() -> String {
     .to_string()
 }
 
-/// Layers that are slower than any copy, so that plans use every tier.
-fn profile() -> String {
-    let value = |value: Value| json!({"value": value, "source": "assumed", "by": "test"});
-    let each = |ms: f64| value(json!(vec![ms; LAYERS]));
-    let rate = || value(json!(1e9));
-    let times = json!({
-        "workload": "test", "forward_ms": each(20.0), "saving_forward_ms": each(20.0), "backward_ms": each(20.0),
-        "prologue_ms": value(json!(0.1)), "prologue_backward_ms": value(json!(0.1)), "epilogue_ms": value(json!(5.0)),
-    });
-    let links = json!({
-        "d2h_bytes_per_s": rate(), "h2d_bytes_per_s": rate(), "nvme_write_bytes_per_s": rate(), "nvme_read_bytes_per_s": rate(),
-    });
-    json!({"version": 2, "name": "test", "links": links, "times": times}).to_string()
-}
-
 struct Place(tempfile::TempDir);
 
 impl Place {
     fn new() -> Place {
         let place = Place(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
         fs::write(place.path("config.json"), config()).unwrap();
-        fs::write(place.path("profile.json"), profile()).unwrap();
+        fs::write(place.path("profile.json"), machine::profile(LAYERS, [20.0; 2])).unwrap();
         fs::write(place.path("text.txt"), "to be or not to be, that is the question. ".repeat(50)).unwrap();
         fs::write(place.path("held-out.txt"), "whether it is nobler in the mind to suffer ".repeat(9))
             .unwrap();

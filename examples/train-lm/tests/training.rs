@@ -1,12 +1,15 @@
 //! Whole runs of a small model: the same bits whatever the plan, the run folder, resuming, and refusals.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+#[path = "common/machine.rs"]
+mod machine;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use lazy_solver::budgets::BudgetArgs;
-use serde_json::{Value, json};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 use train_lm::settings::{DeviceChoice, DurabilityChoice, MomentFormat, Prefetch, StateHome, TrainArgs};
 use train_lm::train::{Summary, train};
@@ -19,21 +22,6 @@ const CONFIG: &str = r#"{
   "tie_word_embeddings": true
 }"#;
 
-/// A machine of fixed speed: so plans are the same however busy the one is that runs the tests.
-fn profile() -> String {
-    let value = |value: Value| json!({"value": value, "source": "assumed", "by": "test"});
-    let each = |ms: f64| value(json!([ms, ms, ms, ms, ms, ms, ms, ms]));
-    let link = || value(json!(1e9));
-    let times = json!({
-        "workload": "test", "forward_ms": each(5.0), "saving_forward_ms": each(5.0), "backward_ms": each(10.0),
-        "prologue_ms": value(json!(0.1)), "prologue_backward_ms": value(json!(0.1)), "epilogue_ms": value(json!(5.0)),
-    });
-    let links = json!({
-        "d2h_bytes_per_s": link(), "h2d_bytes_per_s": link(), "nvme_write_bytes_per_s": link(), "nvme_read_bytes_per_s": link(),
-    });
-    json!({"version": 2, "name": "test", "links": links, "times": times}).to_string()
-}
-
 /// A folder with a model, a text and a profile, on a real file system.
 struct Place {
     dir: tempfile::TempDir,
@@ -43,7 +31,7 @@ impl Place {
     fn new() -> Place {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         fs::write(dir.path().join("config.json"), CONFIG).unwrap();
-        fs::write(dir.path().join("profile.json"), profile()).unwrap();
+        fs::write(dir.path().join("profile.json"), machine::profile(8, [5.0, 10.0])).unwrap();
         let text: String =
             (0..400).map(|i| format!("{} times {} is {}. ", i % 13, i % 7, (i % 13) * (i % 7))).collect();
         fs::write(dir.path().join("text.txt"), text).unwrap();
