@@ -105,7 +105,7 @@ impl Store {
 
     /// Measures every link with copies of `bytes` over the store's own queues: between HBM and host RAM one at a time, then in both
     /// directions at once; to NVMe and back eight in a row, as steps have them. Medians of a few rounds.
-    /// Needs free room for two such copies in HBM and in host RAM, with NVMe for eight there and in host RAM. Begins a step
+    /// Needs free room for two such copies in HBM and in host RAM, with NVMe for eight there, rounded up to its alignment, and in host RAM. Begins a step
     /// ([`Store::start_step`]), so it belongs outside one. Where the spill file is buffered, reads come from the page cache, and the rate is
     /// that of memory.
     ///

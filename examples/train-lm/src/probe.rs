@@ -222,7 +222,8 @@ pub fn link_rates(
     limits: LinkLimits,
     when: &str,
 ) -> Result<Links> {
-    let room = Bytes(boundary.get() * 8);
+    // Extents on a drive start at multiples of what its files take: at most this.
+    let room = Bytes(boundary.get().next_multiple_of(64 << 10) * 8);
     let store = Store::open(StoreOptions {
         device,
         hbm: room,
