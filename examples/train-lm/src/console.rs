@@ -102,7 +102,7 @@ impl Console {
         self.line(&format!("              {}", legend.join(", ")));
         for tier in Tier::ALL {
             let (peak, budget) = (promise.peak_bytes.get(tier), chosen.budgets.get(tier));
-            let fixed = problem.fixed.get(tier);
+            let fixed = problem.always().get(tier);
             self.line(&format!("  {tier:<4}        {peak} of {budget}, {fixed} of it fixed"));
         }
         self.line(&format!(

@@ -1,7 +1,7 @@
 //! Weights and gradients of layers that are at home in host RAM: set, read and updated there between steps.
 
 use lazy_optim_nvme::{Gradient, WeightsOut};
-use lazy_runtime::{Executor, FinalGradient, LayerError, ModelOptions, ParameterId, RuntimeError};
+use lazy_runtime::{Executor, FinalGradient, LayerError, ModelOptions, RuntimeError};
 use serde::{Deserialize, Serialize};
 
 use crate::cuda::Real;
@@ -38,8 +38,7 @@ pub(crate) fn write(
     bytes: Vec<u8>,
 ) -> Result<(), RuntimeError> {
     executor.update_in_ram(move |all| {
-        let home = all.into_iter().find(|home| home.parameter.id.0 == parameter);
-        let weights = home.and_then(|home| home.weights).ok_or("weights are not in RAM")?.bytes()?;
+        let weights = weights_of(all, parameter)?;
         let end = first.checked_add(bytes.len());
         let room =
             end.and_then(|end| weights.get_mut(first..end)).ok_or("weights are outside their parameter")?;
@@ -48,9 +47,14 @@ pub(crate) fn write(
     })
 }
 
-/// The bytes of a parameter.
+/// The bytes of a parameter at home in RAM, and no others of its layer.
 pub(crate) fn read(executor: &Executor, parameter: usize) -> Result<Vec<u8>, RuntimeError> {
-    executor.weights(ParameterId(parameter))
+    executor.update_in_ram(move |all| Ok(weights_of(all, parameter)?.to_vec()))
+}
+
+fn weights_of(all: Vec<FinalGradient<'_>>, parameter: usize) -> Result<&mut [u8], LayerError> {
+    let home = all.into_iter().find(|home| home.parameter.id.0 == parameter);
+    home.and_then(|home| home.weights).ok_or("weights are not in RAM")?.bytes()
 }
 
 /// A parameter at home in RAM as the optimizer takes it: its gradient, and room for its weights.
