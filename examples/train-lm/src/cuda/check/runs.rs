@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use lazy_model::{Placement, Schedule};
+use lazy_optim_nvme::OptimError;
 use lazy_solver::budgets::BudgetArgs;
 use lazy_store::{BoxError, Bytes, StoreError};
 
@@ -291,7 +292,12 @@ pub(super) fn refusals(bench: &Bench<'_>) -> Outcome {
         refused
     };
     expect("no memory on the GPU", taken, |e| {
-        matches!(e, TrainError::Usage(_) | TrainError::Store(StoreError::DeviceMemory { .. }))
+        matches!(
+            e,
+            TrainError::Usage(_)
+                | TrainError::Store(StoreError::DeviceMemory { .. })
+                | TrainError::Optimizer(OptimError::Store(StoreError::DeviceMemory { .. }))
+        )
     })?;
     let other = runs.dir.join("schedule.json");
     let run = runs.run(|args| args.budgets = budgets.clone())?.run;
