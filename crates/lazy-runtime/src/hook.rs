@@ -11,9 +11,10 @@ use crate::model::Model;
 use crate::program::{Final, Finals};
 use crate::view::{Input, Output};
 
-/// A parameter whose gradient is final: all micro-batches have added to it.
+/// A parameter whose gradient is final: all micro-batches have added to it. Hooks are handed it, and
+/// [`crate::Executor::update_in_ram`] hands it over between two steps.
 ///
-/// The hook runs on the optimizer's lane, beside the backward of the layers below; the weights are no longer needed by this step, and the
+/// A hook runs on the optimizer's lane, beside the backward of the layers below; the weights are no longer needed by this step, and the
 /// next step waits for it. On a GPU, for parameters in HBM, it puts its work on `stream` and waits for nothing.
 #[derive(Debug)]
 pub struct FinalGradient<'a> {
@@ -32,7 +33,7 @@ impl<'a> FinalGradient<'a> {
     /// Weights and gradient, in a hook of [`crate::Executor::update_in_backward`].
     ///
     /// # Errors
-    /// When one of them is not there: the layer keeps it, it lies on NVMe, or the hook is not one for updates.
+    /// When one of them is not there: the layer keeps it, it lies on NVMe or, between steps, on a GPU, or the hook is not one for updates.
     pub fn in_memory(self) -> Result<(Output<'a>, Input<'a>), LayerError> {
         let name = &self.parameter.name;
         self.weights.zip(self.gradient).ok_or_else(|| {

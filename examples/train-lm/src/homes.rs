@@ -78,3 +78,51 @@ pub(crate) fn to_update<'a>(
 fn bits<T>(cast: Result<T, bytemuck::PodCastError>) -> Result<T, LayerError> {
     cast.map_err(|e| format!("bytes of a parameter are no bfloat16: {e}").into())
 }
+
+#[cfg(test)]
+mod tests {
+    use lazy_runtime::{Input, Output, Parameter};
+
+    use super::*;
+
+    #[test]
+    fn bytes_are_handed_to_the_optimizer_in_their_types() {
+        let parameter = Parameter::own(0, "w");
+        // 1, -2 and 0.5 as bfloat16, and 1.5 as float32.
+        let (gradient, mut weights) = ([0x3f80u16, 0xc000, 0x3f00, 0], [1.5f32, 0.0]);
+        let mut home = |types| {
+            let home = FinalGradient {
+                parameter: &parameter,
+                gradient: Some(Input::of(bytemuck::bytes_of(&gradient))),
+                weights: Some(Output::of(bytemuck::bytes_of_mut(&mut weights))),
+                stream: None,
+            };
+            match to_update(home, types).unwrap() {
+                (Gradient::Bf16(gradient), WeightsOut::F32(weights)) => {
+                    assert_eq!(gradient, [0x3f80, 0xc000, 0x3f00, 0]);
+                    assert_eq!(weights, [1.5, 0.0]);
+                }
+                (Gradient::F32(gradient), WeightsOut::Bf16(weights)) => {
+                    assert_eq!(
+                        gradient.iter().map(|g| g.to_bits()).collect::<Vec<_>>(),
+                        [0xc000_3f80, 0x3f00]
+                    );
+                    assert_eq!(weights, [0, 0x3fc0, 0, 0]);
+                }
+                other => panic!("{other:?}"),
+            }
+        };
+        home([Real::F32, Real::Bf16]);
+        home([Real::Bf16, Real::F32]);
+        // Three bytes are no numbers; what is not handed over is no update.
+        let odd = FinalGradient {
+            parameter: &parameter,
+            gradient: Some(Input::of(&[0; 3])),
+            weights: Some(Output::of(&mut [])),
+            stream: None,
+        };
+        assert!(to_update(odd, [Real::Bf16, Real::Bf16]).is_err());
+        let absent = FinalGradient { parameter: &parameter, gradient: None, weights: None, stream: None };
+        assert!(to_update(absent, [Real::F32, Real::F32]).is_err());
+    }
+}
