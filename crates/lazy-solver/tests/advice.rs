@@ -70,6 +70,18 @@ fn faster_links_save_what_they_are_said_to() {
     assert_eq!(shown.matches("twice the").count(), 1, "{shown}");
 }
 
+/// A step as short as its bound still waits where HBM has no room to copy ahead: there each boundary that comes back is waited for in full,
+/// and twice the rate of the link saves half of that.
+#[test]
+fn a_faster_link_saves_half_of_what_is_waited_for_without_room_to_copy_ahead() {
+    let words = "--model qwen3-8b --layers 4 --machine h100 --host-gib 64 --batch 82 --seq 4096";
+    let plan = json(&format!("{words} --next-change"));
+    // Three boundaries of 82 x 4096 tokens, 4096 elements of 2 bytes each, at 50 GB/s.
+    let waited_ms = 3.0 * (82_u64 * 4096 * 4096 * 2) as f64 / 50e9 * 1e3;
+    let h2d = plan["next_change"].as_array().unwrap().iter().find(|c| c["link"] == "h2d").unwrap();
+    assert!((h2d["saves_ms"].as_f64().unwrap() - waited_ms / 2.0).abs() < 0.1, "{h2d}: {waited_ms}");
+}
+
 #[test]
 fn rates_beside_a_machine_say_which_objective_they_select() {
     let model = "--model qwen3-4b --machine h200 --batch 1 --seq 512";

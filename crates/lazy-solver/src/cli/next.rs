@@ -338,8 +338,9 @@ fn cheapest_first(list: &mut [Change]) {
 /// Where that is known without solving.
 fn cannot_help(planned: &Planned, what: What, now: f64) -> bool {
     let What::Link(pool) = what else { return false };
-    // The bound holds however fast the links are.
-    let at_best = planned.step_bound.is_some_and(|bound| now - bound.as_ms() <= NOTHING_MS);
+    // The bound holds however fast links are, but for what it says must be waited for from host RAM.
+    let waits = pool == Pool::H2d && planned.exposed(pool).as_ms() > NOTHING_MS;
+    let at_best = !waits && planned.step_bound.is_some_and(|bound| now - bound.as_ms() <= NOTHING_MS);
     let nvme = matches!(pool, Pool::NvmeWrite | Pool::NvmeRead);
     at_best || (nvme && planned.budgets().nvme == Bytes::ZERO)
 }
