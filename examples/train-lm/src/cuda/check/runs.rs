@@ -56,6 +56,13 @@ impl<'a> Runs<'a> {
         }
     }
 
+    /// No caps, and a profile measured once: measuring is what takes long in a run of six steps.
+    fn measured(&mut self) -> Result<BudgetArgs, BoxError> {
+        let profile = self.dir.join("profile.json");
+        std::fs::write(&profile, crate::prepare::probe_only(&self.args())?.to_json())?;
+        Ok(BudgetArgs { profile: Some(profile), ..BudgetArgs::default() })
+    }
+
     /// Runs with some flags changed.
     fn run(&mut self, change: impl FnOnce(&mut TrainArgs)) -> Result<Summary, TrainError> {
         let mut args = self.args();
@@ -130,39 +137,40 @@ pub(super) fn same_weights(bench: &Bench<'_>) -> Outcome {
 /// Weights and gradients of layers at home in RAM: the bits of runs that keep them in HBM, in both types, wherever state and update are.
 pub(super) fn streamed(bench: &Bench<'_>) -> Outcome {
     let mut runs = Runs::new(bench, "streamed")?;
+    let budgets = runs.measured()?;
+    let ways =
+        [("auto", UpdateChoice::Cpu), ("resident", UpdateChoice::Auto), ("checkpoint", UpdateChoice::Cuda)];
+    let cases = [
+        ((Real::F32, Real::F32), (2, 0.0), &ways[..]),
+        ((Real::Bf16, Real::Bf16), (1, 1.0), &ways[..]),
+        ((Real::Bf16, Real::F32), (2, 1.0), &ways[2..]),
+    ];
     let mut peaks = Vec::new();
-    for (dtype, gradients) in [(Real::F32, Real::F32), (Real::Bf16, Real::Bf16), (Real::Bf16, Real::F32)] {
-        let types = |args: &mut TrainArgs| (args.dtype, args.grad_dtype) = (Some(dtype), Some(gradients));
-        for (accum, clip) in [(1, 1.0), (2, 0.0)] {
-            let with = |args: &mut TrainArgs| {
-                types(args);
-                (args.accum, args.clip, args.dropout) = (Some(accum), Some(clip), Some(0.1));
-            };
-            let resident = runs.run(|args| {
+    for ((dtype, gradients), (accum, clip), ways) in cases {
+        let with = |args: &mut TrainArgs| {
+            (args.dtype, args.grad_dtype) = (Some(dtype), Some(gradients));
+            (args.accum, args.clip, args.dropout) = (Some(accum), Some(clip), Some(0.1));
+            args.budgets = budgets.clone();
+        };
+        let resident = runs.run(|args| {
+            with(args);
+            args.plan = "checkpoint".into();
+        })?;
+        for &(plan, update) in ways {
+            let name = format!("{dtype:?} {gradients:?}, accum {accum}, clip {clip}, {plan}, {update:?}");
+            let streamed = runs.run(|args| {
                 with(args);
-                args.plan = "checkpoint".into();
+                (args.weights, args.plan, args.update) = (WeightsHome::Host, plan.into(), update);
             })?;
-            let ways = [
-                ("auto", UpdateChoice::Cpu),
-                ("resident", UpdateChoice::Auto),
-                ("checkpoint", UpdateChoice::Cuda),
-            ];
-            for (plan, update) in ways {
-                let name = format!("{dtype:?} {gradients:?}, accum {accum}, clip {clip}, {plan}, {update:?}");
-                let streamed = runs.run(|args| {
-                    with(args);
-                    (args.weights, args.plan, args.update) = (WeightsHome::Host, plan.into(), update);
-                })?;
-                if streamed.weights_digest != resident.weights_digest {
-                    return Err(format!("{name}: other weights, loss {:?}", streamed.loss_last).into());
-                }
-                let peak = (streamed.hbm_peak_bytes, resident.hbm_peak_bytes);
-                if plan == "checkpoint" && peak.0 >= peak.1 {
-                    return Err(format!("{name}: {} of HBM for {}", peak.0, peak.1).into());
-                }
-                if plan == "checkpoint" && accum == 1 {
-                    peaks.push(format!("{} for {} of HBM", peak.0, peak.1));
-                }
+            if streamed.weights_digest != resident.weights_digest {
+                return Err(format!("{name}: other weights, loss {:?}", streamed.loss_last).into());
+            }
+            let peak = (streamed.hbm_peak_bytes, resident.hbm_peak_bytes);
+            if plan == "checkpoint" && peak.0 >= peak.1 {
+                return Err(format!("{name}: {} of HBM for {}", peak.0, peak.1).into());
+            }
+            if plan == "checkpoint" {
+                peaks.push(format!("{} for {} of HBM", peak.0, peak.1));
             }
         }
     }
@@ -170,6 +178,7 @@ pub(super) fn streamed(bench: &Bench<'_>) -> Outcome {
     let with = |args: &mut TrainArgs| {
         (args.state, args.habits.eval_text) = (Some(StateHome::Hbm), args.text.clone());
         args.habits.eval_every = Some(2);
+        args.budgets = budgets.clone();
     };
     let straight = runs.run(with)?;
     let half = runs.run(|args| {
@@ -178,6 +187,7 @@ pub(super) fn streamed(bench: &Bench<'_>) -> Outcome {
     })?;
     runs.same(&straight.weights_digest, "resumed", |args| {
         (args.out, args.resume, args.text) = (None, Some(half.run.clone()), Vec::new());
+        args.budgets = budgets.clone();
     })?;
     let evaluated = runs.run(|args| {
         with(args);
@@ -218,7 +228,8 @@ pub(super) fn resumed(bench: &Bench<'_>) -> Outcome {
 /// Boundaries on a drive, moved by every means: the same weights, or a refusal by name.
 pub(super) fn drives(bench: &Bench<'_>) -> Outcome {
     let mut runs = Runs::new(bench, "drives")?;
-    let resident = runs.run(|args| args.plan = "checkpoint".into())?;
+    let budgets = runs.measured()?;
+    let resident = runs.run(|args| (args.plan, args.budgets) = ("checkpoint".into(), budgets.clone()))?;
     let mut schedule = Schedule::from_json(&std::fs::read_to_string(resident.run.join("schedule.json"))?)?;
     let last = schedule.placement.len() - 1;
     schedule.placement[..last].fill(Placement::Nvme);
@@ -227,7 +238,9 @@ pub(super) fn drives(bench: &Bench<'_>) -> Outcome {
     std::fs::write(&file, schedule.to_json()?)?;
     let mut seen = Vec::new();
     for io in [IoChoice::Auto, IoChoice::Uring, IoChoice::Posix, IoChoice::Cufile] {
-        let ran = runs.run(|args| (args.plan, args.io) = (file.display().to_string(), io));
+        let ran = runs.run(|args| {
+            (args.plan, args.io, args.budgets) = (file.display().to_string(), io, budgets.clone());
+        });
         match ran {
             Ok(summary) if summary.weights_digest != resident.weights_digest => {
                 return Err(format!("--io {io}: other weights").into());
@@ -277,9 +290,7 @@ pub(super) fn refusals(bench: &Bench<'_>) -> Outcome {
         None => Err(format!("{what}: nothing went wrong").into()),
     };
     // A profile, so that what follows fails in the run and not while it is measured.
-    let profile = runs.dir.join("profile.json");
-    std::fs::write(&profile, crate::prepare::probe_only(&runs.args())?.to_json())?;
-    let budgets = BudgetArgs { profile: Some(profile), ..BudgetArgs::default() };
+    let budgets = runs.measured()?;
     let (free, _) = runs.bench.gpu.memory()?;
     let taken = {
         // All but little of the memory is somebody else's.
