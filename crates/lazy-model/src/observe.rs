@@ -1,4 +1,4 @@
-//! Corrects a hardware profile by what a run showed: the times its layers took within whole steps, and the rates its links had there.
+//! What layers took within whole steps, and the rates that links had there: the times of a profile, and its correction by a run.
 
 use std::collections::VecDeque;
 
@@ -55,6 +55,28 @@ impl Observations {
             both: beside_the_other_way(pass, span.lane, span.start, span.end) >= 0.5,
         });
         self.passes.push_back(Pass { total: pass.total() - start, tasks: seen.collect() });
+    }
+
+    /// The times of a profile, for `layers` layers that are all alike: the mean of those that were seen stands for each, and a way in which
+    /// none ran takes as long as the way nearest to it. `workload` says what they hold for; `by` and `when` are their origin.
+    pub fn times(&self, workload: String, layers: usize, by: &str, when: &str) -> StepTimes {
+        let saving = self.mean_ms(|work| matches!(work, Work::Forward { keep: true, .. }));
+        let plain =
+            |work| matches!(work, Work::Forward { keep: false, .. } | Work::Recompute { save: false, .. });
+        let internals = self.mean_ms(|work| matches!(work, Work::Recompute { save: true, .. }));
+        let forward = self.mean_ms(plain).or(saving).or(internals);
+        let one = |ms: Option<f64>| Marked::measured(ms.unwrap_or_default(), by, when);
+        let each = |ms: Option<f64>| Marked::measured(vec![ms.unwrap_or_default(); layers], by, when);
+        StepTimes {
+            workload,
+            forward_ms: each(forward),
+            saving_forward_ms: each(saving.or(forward)),
+            internals_forward_ms: each(internals.or(forward)),
+            backward_ms: each(self.mean_ms(|work| matches!(work, Work::Backward(_)))),
+            prologue_ms: one(self.mean_ms(|work| work == Work::Prologue)),
+            prologue_backward_ms: one(self.mean_ms(|work| work == Work::PrologueBackward)),
+            epilogue_ms: one(self.mean_ms(|work| work == Work::Epilogue)),
+        }
     }
 
     /// `profile` with what was seen in place of what it said. Of layers that never ran in one of the ways (without saving, keeping
@@ -259,6 +281,45 @@ mod tests {
         }
         // Nothing went to NVMe.
         assert_eq!(corrected.links.nvme_read, assumed.links.nvme_read);
+    }
+
+    #[test]
+    fn times_of_layers_that_are_alike_add_up_to_a_usual_pass() {
+        let plan = plan("GGG-G", &[false, true, false, false]);
+        // One layer takes longer than the others, and one pass of four was held up.
+        let mut costs = profile(4, 10.0, 1e8).costs().unwrap();
+        costs.backward[2] = Seconds::from_ms(28.0);
+        let pass = simulate(&plan, &costs);
+        let (mut held_up, thrice) = (pass.clone(), |at: Seconds| Seconds(3.0 * at.get()));
+        held_up
+            .spans
+            .iter_mut()
+            .for_each(|span| (span.start, span.end) = (thrice(span.start), thrice(span.end)));
+        let mut seen = Observations::new(&plan, 8);
+        for pass in [&pass, &held_up, &pass, &pass] {
+            seen.note(pass);
+        }
+        let times = seen.times("test".into(), 4, "steps", WHEN);
+        let near = |list: &[f64], wanted: f64| list.iter().all(|ms| (ms - wanted).abs() < 1e-9);
+        assert!(near(&times.backward_ms.value, (3.0 * 20.0 + 28.0) / 4.0), "{:?}", times.backward_ms);
+        assert!(near(&times.forward_ms.value, 10.0) && near(&times.saving_forward_ms.value, 15.0));
+        assert!(near(&times.internals_forward_ms.value, 12.0) && near(&[times.epilogue_ms.value], 4.0));
+        // What they promise of the plan is what it took.
+        let mut again = profile(4, 1.0, 1e8);
+        again.times = Some(times);
+        let promised = simulate(&plan, &again.costs().unwrap()).total();
+        assert!((promised - pass.total()).get().abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_way_in_which_no_layer_ran_takes_as_long_as_the_nearest() {
+        let plan = plan("GG", &[true]);
+        let mut seen = Observations::new(&plan, 4);
+        seen.note(&simulate(&plan, &profile(1, 10.0, 1e8).costs().unwrap()));
+        let times = seen.times("test".into(), 1, "steps", WHEN);
+        for list in [&times.forward_ms, &times.saving_forward_ms, &times.internals_forward_ms] {
+            assert!((list.value[0] - 15.0).abs() < 1e-9, "{list:?}");
+        }
     }
 
     #[test]

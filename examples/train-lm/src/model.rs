@@ -11,7 +11,7 @@ use lazy_runtime::{
 };
 
 use crate::batch::Batch;
-use crate::decoder::{Decoder, DecoderError, StepContext, with_slice};
+use crate::decoder::{Decoder, StepContext, with_slice};
 use crate::dropout::DropoutKey;
 use crate::homes::WeightsHome;
 
@@ -76,19 +76,6 @@ impl HostModel {
     pub fn own_bytes(&self) -> Bytes {
         let elements: usize = self.decoder.parameters().iter().map(|(_, var)| var.elem_count()).sum();
         Bytes(2 * (elements * size_of::<f32>()) as u64)
-    }
-
-    /// The same model with weights of all layers in the decoder, all zero where it has none: to measure layers one by one.
-    ///
-    /// # Errors
-    /// When candle fails.
-    pub fn with_layers(&self) -> Result<HostModel, DecoderError> {
-        if self.decoder.has_layers() {
-            return Ok(self.clone());
-        }
-        let zeros = &mut |_: &str, shape: &[usize]| vec![0.0; shape.iter().product()];
-        let decoder = Decoder::new(self.decoder.spec().clone(), zeros)?;
-        Ok(HostModel::new(decoder, self.shape, self.micro_batches, self.dropout))
     }
 
     fn dims(&self) -> (usize, usize, usize) {

@@ -1,31 +1,33 @@
 //! Measures a model on this machine: layers, links, optimizer.
 
+mod host;
+
 use std::path::Path;
 use std::time::{Instant, SystemTime};
 
 use lazy_model::{
-    Bytes, BytesPerSecond, HardwareProfile, LayerIndex, Links, Marked, ModelSpec, Seconds, StepTimes, Tiers,
+    Bytes, BytesPerSecond, HardwareProfile, Links, Marked, ModelSpec, Schedule, Seconds, Tiers,
 };
 use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, Moments, NvmeAdam, ParamSpec, StepInput};
-use lazy_runtime::{Backward, Context, Forward, Grads, Input, Loss, Output, Phase, Saved, Weights};
+use lazy_runtime::Model;
 use lazy_store::{DeviceChoice, LinkLimits, NvmeOptions, Store, StoreOptions};
 
 use crate::backend::Backend;
-use crate::batch::Batch;
 use crate::cuda;
 use crate::cuda::probe::{Beside, TRIAL_ELEMENTS};
 use crate::error::{Result, TrainError};
 use crate::homes::are_in_ram;
 use crate::io::IoChoice;
-use crate::model::{HostModel, Shape};
+use crate::model::Shape;
 use crate::planning::optimized;
 use crate::settings::Settings;
 use crate::stop;
+use host::Passes;
 
-/// Repetitions after one that warms up.
-const REPETITIONS: usize = 5;
+/// Steps of a trial store, the first of which does not count.
+const REPETITIONS: usize = 9;
 /// Most elements of the trial optimizer; its rate is scaled from there.
-const OPTIMIZER_ELEMENTS: usize = 4 << 20;
+const OPTIMIZER_ELEMENTS: usize = 8 << 20;
 
 /// Runs the probe pass. Files are made under `spill` and removed again.
 ///
@@ -40,18 +42,23 @@ pub fn probe(
 ) -> Result<HardwareProfile> {
     let when = timestamp();
     let (spec, shape) = (backend.spec(), settings.shape());
-    let (name, (times, beside)) = match backend {
+    let specs = optimized(spec, settings);
+    let (name, seen, beside, rate) = match backend {
         Backend::Host(model) => {
-            ("this machine", (layer_times(&model.with_layers()?, shape)?, Beside::default()))
+            let mut passes = Passes::open(model, shape, spill)?;
+            let rate = optimizer_rate(backend, &specs, spill, adam, &mut || passes.step())?;
+            ("this machine", passes.seen, Beside::default(), rate)
         }
-        Backend::Cuda(decoder) => (decoder.gpu().name(), cuda::probe::layer_times(decoder, spill)?),
+        Backend::Cuda(decoder) => {
+            let (seen, beside) = cuda::probe::layer_times(decoder, spill)?;
+            let rate = optimizer_rate(backend, &specs, spill, adam, &mut || Ok(()))?;
+            (decoder.gpu().name(), seen, beside, rate)
+        }
     };
-    let times = times.medians(workload_name(spec, shape), spec.layers(), "probe pass", &when);
-    stop::check()?;
+    let times = seen.times(workload_name(spec, shape), spec.layers(), "trial steps", &when);
     let boundary = backend.model()?.sizes().boundary[0];
     let mut links = link_rates(boundary, (backend.device(), io), spill, limits, &when)?;
     beside.correct(&mut links, &when);
-    let rate = optimizer_rate(backend, &optimized(spec, settings), spill, adam)?;
     Ok(HardwareProfile {
         name: name.into(),
         tiers: Tiers::default(),
@@ -76,128 +83,18 @@ pub fn workload_name(spec: &ModelSpec, shape: Shape) -> String {
     )
 }
 
-fn layer_times(model: &HostModel, shape: Shape) -> Result<Times> {
-    let bytes = model.boundary_bytes().get() as usize;
-    let (prologue, layers, epilogue) = (model.prologue(), model.layers(), model.epilogue());
-    let vocab = model.decoder.spec().vocab as u32;
-    let ids = (0..shape.tokens() as u32).map(|t| t.wrapping_mul(2_654_435_761) % vocab).collect();
-    let batch = &Batch::next_token([ids], shape.seq)[0];
-    let cx = Context::new(None, Phase::Forward).with_inputs(batch);
-    let (mut x, mut y) = (vec![0u8; bytes], vec![0u8; bytes]);
-    let (mut dx, mut dy) = (vec![0u8; bytes], vec![0u8; bytes]);
-    let mut times = Times::default();
-    // In a step's order: what a layer finds in the caches is what it finds there.
-    for repetition in 0..=REPETITIONS {
-        let mut taken = Times::default();
-        taken.prologue.push(time(|| prologue.forward(&cx, Weights::none(), Output::of(&mut x)))?);
-        for (l, layer) in layers.iter().enumerate() {
-            stop::check()?;
-            let cx = Context::new(Some(LayerIndex(l)), Phase::Forward).with_inputs(batch);
-            taken.forward.push(time(|| layer.forward(&cx, forward(&x, Some(&mut y), false)).map(drop))?);
-            std::mem::swap(&mut x, &mut y);
-        }
-        for (l, layer) in layers.iter().enumerate() {
-            stop::check()?;
-            let cx = Context::new(Some(LayerIndex(l)), Phase::Forward).with_inputs(batch);
-            taken.saving.push(time(|| layer.forward(&cx, forward(&x, Some(&mut y), true)).map(drop))?);
-            std::mem::swap(&mut x, &mut y);
-        }
-        let mut loss = [0; size_of::<f32>()];
-        let call = Loss {
-            weights: Weights::none(),
-            x: Input::of(&x),
-            dx: Some(Output::of(&mut dx)),
-            grads: Grads::none(),
-            loss: Output::of(&mut loss),
-            workspace: Output::of(&mut []),
-        };
-        taken.epilogue.push(time(|| epilogue.run(&cx, call))?);
-        for (l, layer) in layers.iter().enumerate().rev() {
-            stop::check()?;
-            let cx = Context::new(Some(LayerIndex(l)), Phase::Recompute).with_inputs(batch);
-            let mut saved = Saved::none();
-            taken.internals.push(time(|| layer.forward(&cx, forward(&x, None, true)).map(|s| saved = s))?);
-            std::mem::swap(&mut dx, &mut dy);
-            let backward = Backward {
-                weights: Weights::none(),
-                x: Input::of(&x),
-                internals: Input::of(&[]),
-                saved,
-                dy: Input::of(&dy),
-                dx: Output::of(&mut dx),
-                grads: Grads::none(),
-                workspace: Output::of(&mut []),
-            };
-            taken.backward.push(time(|| layer.backward(&cx, backward))?);
-        }
-        let backward = || prologue.backward(&cx, Weights::none(), Input::of(&dx), Grads::none());
-        taken.prologue_backward.push(time(backward)?);
-        if repetition > 0 {
-            times.append(taken);
-        }
-    }
-    model.gradients.zero();
-    Ok(times)
+/// A layer of so many keeps its internals in trial steps, so that every way in which layers run is seen: few, so that a large model fits.
+pub(crate) fn apart(layers: usize) -> usize {
+    const KEPT: usize = 4;
+    (layers / KEPT).max(2)
 }
 
-/// A forward for an output, for internals, or for both.
-fn forward<'a>(x: &'a [u8], out: Option<&'a mut [u8]>, save: bool) -> Forward<'a> {
-    let save = save.then(|| Output::of(&mut []));
-    let (weights, workspace) = (Weights::none(), Output::of(&mut []));
-    Forward { weights, x: Input::of(x), out: out.map(Output::of), save, workspace }
-}
-
-/// Samples in milliseconds, by what ran.
-#[derive(Default)]
-pub struct Times {
-    /// Making boundary 0.
-    pub prologue: Vec<f64>,
-    /// A layer forward for its output.
-    pub forward: Vec<f64>,
-    /// A layer forward that keeps its internals.
-    pub saving: Vec<f64>,
-    /// A layer forward for its internals alone.
-    pub internals: Vec<f64>,
-    /// A layer backward.
-    pub backward: Vec<f64>,
-    /// The loss, forward and backward.
-    pub epilogue: Vec<f64>,
-    /// Backward of the prologue.
-    pub prologue_backward: Vec<f64>,
-}
-
-impl Times {
-    /// The medians, as a profile has them. All layers are of one kind: the median over layers and repetitions stands for each.
-    pub fn medians(self, workload: String, layers: usize, source: &str, when: &str) -> StepTimes {
-        let each = |samples: Vec<f64>| Marked::measured(vec![median(samples); layers], source, when);
-        let one = |samples: Vec<f64>| Marked::measured(median(samples), source, when);
-        StepTimes {
-            workload,
-            forward_ms: each(self.forward),
-            saving_forward_ms: each(self.saving),
-            internals_forward_ms: each(self.internals),
-            backward_ms: each(self.backward),
-            prologue_ms: one(self.prologue),
-            prologue_backward_ms: one(self.prologue_backward),
-            epilogue_ms: one(self.epilogue),
-        }
-    }
-
-    fn append(&mut self, other: Times) {
-        self.prologue.extend(other.prologue);
-        self.forward.extend(other.forward);
-        self.saving.extend(other.saving);
-        self.internals.extend(other.internals);
-        self.backward.extend(other.backward);
-        self.epilogue.extend(other.epilogue);
-        self.prologue_backward.extend(other.prologue_backward);
-    }
-}
-
-fn time(work: impl FnOnce() -> std::result::Result<(), lazy_runtime::LayerError>) -> Result<f64> {
-    let start = Instant::now();
-    work()?;
-    Ok(start.elapsed().as_secs_f64() * 1e3)
+/// The plan of trial steps: boundaries stay in HBM, a few layers keep their internals.
+pub(crate) fn schedule(model: &Model) -> Schedule {
+    let mut schedule = Schedule::named("probe", &model.sizes().boundary, false);
+    let apart = apart(schedule.keep.len());
+    schedule.keep.iter_mut().step_by(apart).for_each(|keep| *keep = true);
+    schedule
 }
 
 /// The middle sample; the mean of the middle two of an even number; zero of none.
@@ -249,12 +146,18 @@ pub fn link_rates(
 }
 
 /// Elements a second of whole optimizer steps, norm and commit included: each home of the state takes its share of the time, at the rate
-/// that a trial store has there.
-fn optimizer_rate(backend: &Backend, specs: &[ParamSpec], spill: &Path, adam: &AdamOptions) -> Result<f64> {
+/// that a trial store has there. `passes` are done before each step.
+fn optimizer_rate(
+    backend: &Backend,
+    specs: &[ParamSpec],
+    spill: &Path,
+    adam: &AdamOptions,
+    passes: &mut dyn FnMut() -> Result<()>,
+) -> Result<f64> {
     let mut seconds = 0.0;
     for (share, there) in homes(specs, adam)? {
         if share > 0.0 {
-            seconds += share / trial_rate(backend, specs, spill, &there)?;
+            seconds += share / trial_rate(backend, specs, spill, &there, passes)?;
         }
     }
     Ok(1.0 / seconds)
@@ -279,7 +182,13 @@ fn homes(specs: &[ParamSpec], adam: &AdamOptions) -> Result<[(f64, AdamOptions);
 
 /// Elements a second of a trial store of the model's size or [`OPTIMIZER_ELEMENTS`], whichever is smaller, with moments in the format of
 /// the model's largest parameter.
-fn trial_rate(backend: &Backend, specs: &[ParamSpec], spill: &Path, adam: &AdamOptions) -> Result<f64> {
+fn trial_rate(
+    backend: &Backend,
+    specs: &[ParamSpec],
+    spill: &Path,
+    adam: &AdamOptions,
+    passes: &mut dyn FnMut() -> Result<()>,
+) -> Result<f64> {
     let all = usize::try_from(backend.spec().total_parameters()).unwrap_or(usize::MAX);
     let largest = specs.iter().max_by_key(|spec| spec.shape.iter().product::<usize>());
     let moments = largest.map_or(Moments::F32, |spec| spec.moments);
@@ -293,22 +202,29 @@ fn trial_rate(backend: &Backend, specs: &[ParamSpec], spill: &Path, adam: &AdamO
     let dir = spill.join("trial-optimizer");
     let params = [ParamSpec::new("trial", &[elements]).with_moments(moments)];
     let mut trial = NvmeAdam::create(&dir, &params, adam, |_, _, values| values.fill(0.0))?;
-    let gradient = vec![1e-3f32; in_ram];
+    let (mut gradient, mut weights) = (vec![1e-3f32; in_ram], vec![0.0f32; in_ram]);
     let mut samples = Vec::new();
     for _ in 0..REPETITIONS {
         stop::check()?;
+        passes()?;
         let start = Instant::now();
         let input =
             StepInput { groups: &[GroupOptions::default()], max_norm: Some(1.0), ..StepInput::default() };
         match &on_gpu {
-            None => trial.step(&[Some(Gradient::F32(&gradient))], &input, &mut |_, _, _| ())?,
-            Some(on_gpu) => on_gpu.step(&mut trial, &input)?,
-        };
+            None => {
+                trial.step(&[Some(Gradient::F32(&gradient))], &input, &mut |_, first, values| {
+                    weights[first..][..values.len()].copy_from_slice(values);
+                })?;
+                // As long as clearing it takes.
+                gradient.fill(1e-3);
+            }
+            Some(on_gpu) => drop(on_gpu.step(&mut trial, &input)?),
+        }
         samples.push(start.elapsed().as_secs_f64());
     }
     drop(trial);
     std::fs::remove_dir_all(&dir).map_err(TrainError::io(&dir))?;
-    Ok(elements as f64 / median(samples))
+    Ok(elements as f64 / median(samples.split_off(1)))
 }
 
 /// Time of the optimizer step for this many elements at the profile's rate; zero where the profile has none.
@@ -325,6 +241,35 @@ pub fn timestamp() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decoder::Decoder;
+    use crate::model::HostModel;
+
+    #[test]
+    fn models_of_any_depth_have_times_for_every_way_a_layer_runs() {
+        let shape = Shape { batch: 2, seq: 8 };
+        for layers in [1, 2, 5] {
+            let config = include_str!("../config.json");
+            let config =
+                config.replace("\"num_hidden_layers\": 12", &format!("\"num_hidden_layers\": {layers}"));
+            let spec = ModelSpec::from_json(&config).unwrap();
+            let decoder = Decoder::new(spec, &mut |_, shape| vec![0.0; shape.iter().product()]).unwrap();
+            let model = HostModel::new(decoder, shape, 3, 0.0);
+            let dir = tempfile::tempdir().unwrap();
+            let mut passes = Passes::open(&model, shape, dir.path()).unwrap();
+            (0..3).for_each(|_| passes.step().unwrap());
+            let times = passes.seen.times("test".into(), layers, "trial steps", "now");
+            for list in
+                [&times.forward_ms, &times.saving_forward_ms, &times.internals_forward_ms, &times.backward_ms]
+            {
+                assert!(list.value.len() == layers && list.value.iter().all(|ms| *ms > 0.0), "{list:?}");
+            }
+            let ends = [&times.prologue_ms, &times.prologue_backward_ms, &times.epilogue_ms];
+            assert!(ends.iter().all(|time| time.value > 0.0), "{times:?}");
+            // The run that follows adds to gradients of zero.
+            let gradients = model.gradients.read();
+            assert!(gradients.iter().all(|gradient| gradient.iter().all(|value| *value == 0.0)));
+        }
+    }
 
     #[test]
     fn state_is_timed_where_it_is_at_home() {

@@ -219,7 +219,7 @@ fn the_corrected_profile_is_what_the_run_saw_and_plans_the_next_one() {
     let read = |name: &str| HardwareProfile::from_json(&fs::read_to_string(run.join(name)).unwrap()).unwrap();
     let (before, after) = (read("profile.json"), read("corrected-profile.json"));
     let (old, new) = (before.times.unwrap(), after.times.unwrap());
-    assert_eq!((new.backward_ms.by.as_str(), old.backward_ms.by.as_str()), ("steps of a run", "probe pass"));
+    assert_eq!((new.backward_ms.by.as_str(), old.backward_ms.by.as_str()), ("steps of a run", "trial steps"));
     assert!(new.backward_ms.source == Source::Measured && new.backward_ms.value.len() == 6);
     // With the times of its own steps a run's promise is what it measured: compared loosely, since nobody keeps the machine quiet.
     let forward =

@@ -5,22 +5,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DriverError};
-use lazy_model::step::Work;
-use lazy_model::{BytesPerSecond, Lane, Links, Marked, Placement, Schedule};
+use lazy_model::{BytesPerSecond, Lane, Links, Marked, Observations, Placement};
 use lazy_optim_nvme::{DeviceSlice, Gradient, NvmeAdam, StepInput, StepOutcome, WeightsOut};
-use lazy_runtime::{Program, StepReport};
+use lazy_runtime::StepReport;
 use lazy_store::{StoreError, Stream};
 
 use super::trial::{Trial, bytes_of};
 use super::{CudaDecoder, CudaError, CudaOptions, Real};
 use crate::error::{Result, TrainError};
-use crate::probe::{Times, median};
+use crate::probe::{apart, median, schedule};
 use crate::stop;
 
 /// Steps after one that warms up.
-const STEPS: u64 = 3;
-/// Layers that keep their internals, so that both kinds of forward are seen, and about as many boundaries in host RAM: few, so that a large model fits.
-const KEPT: usize = 4;
+const STEPS: u64 = 4;
 /// Most elements of a trial parameter.
 pub(crate) const TRIAL_ELEMENTS: usize = 64 << 20;
 
@@ -43,47 +40,34 @@ impl Beside {
     }
 }
 
-/// Adds the times of a step's tasks.
-fn add(times: &mut Times, beside: &mut Beside, program: &Program, report: &StepReport) {
-    for (task, span) in program.plan().tasks().zip(&report.timeline.spans) {
+/// Adds the rates of a step's copies.
+fn add(beside: &mut Beside, report: &StepReport) {
+    for span in &report.timeline.spans {
         let rate = span.bytes.get() as f64 / span.duration().get().max(f64::MIN_POSITIVE);
-        let list = match task.work {
-            Work::Prologue => &mut times.prologue,
-            Work::Forward { keep: false, .. } => &mut times.forward,
-            Work::Forward { keep: true, .. } => &mut times.saving,
-            Work::Backward(_) => &mut times.backward,
-            Work::Epilogue => &mut times.epilogue,
-            Work::PrologueBackward => &mut times.prologue_backward,
-            Work::Recompute { save: true, .. } => &mut times.internals,
-            Work::Recompute { save: false, .. } => continue,
-            Work::Copy => {
-                match task.lane {
-                    Lane::D2h => beside.d2h.push(rate),
-                    Lane::H2d => beside.h2d.push(rate),
-                    _ => {}
-                }
-                continue;
-            }
-        };
-        list.push(span.duration().get() * 1e3);
+        match span.lane {
+            Lane::D2h => beside.d2h.push(rate),
+            Lane::H2d => beside.h2d.push(rate),
+            _ => {}
+        }
     }
 }
 
-/// Times of steps of the decoder, on weights and tokens made up, and the rates of copies beside them. What goes to a file lies in `spill`.
+/// What is seen of steps of the decoder, on weights and tokens made up, and the rates of copies beside them. What goes to a file lies in `spill`.
 ///
 /// # Errors
 /// When the GPU has no room for a step that keeps little, and when a step fails.
-pub fn layer_times(decoder: &CudaDecoder, spill: &Path) -> Result<(Times, Beside)> {
+pub fn layer_times(decoder: &CudaDecoder, spill: &Path) -> Result<(Observations, Beside)> {
     let spec = decoder.spec();
     // Whatever the steps of the run are, one micro-batch shows all.
     let mut options = CudaOptions { dropout: decoder.options().dropout, ..*decoder.options() };
     options.model.micro_batches = 1;
     let choose = |model: &lazy_runtime::Model| {
-        let mut schedule = Schedule::named("probe", &model.sizes().boundary, false);
-        let apart = (spec.layers() / KEPT).max(1);
-        schedule.keep.iter_mut().step_by(apart).for_each(|keep| *keep = true);
+        let mut schedule = schedule(model);
+        // As many boundaries are in host RAM.
         let inner = 1..spec.layers();
-        inner.step_by(apart).for_each(|boundary| schedule.placement[boundary] = Placement::Host);
+        inner
+            .step_by(apart(spec.layers()))
+            .for_each(|boundary| schedule.placement[boundary] = Placement::Host);
         Ok(schedule)
     };
     let pool = Pool::new(options.real);
@@ -91,15 +75,17 @@ pub fn layer_times(decoder: &CudaDecoder, spill: &Path) -> Result<(Times, Beside
         Trial::open(decoder.gpu(), spec, options, spill, choose, |_, shape| pool.parameter(shape))
             .map_err(TrainError::Layer)?;
     let batch = vec![ids(options.shape.tokens(), spec.vocab)];
-    let (mut times, mut beside) = (Times::default(), Beside::default());
+    let mut seen = Observations::new(trial.program.plan(), STEPS as usize);
+    let mut beside = Beside::default();
     for step in 0..=STEPS {
         stop::check()?;
         let report = trial.step(step, &batch).map_err(TrainError::Layer)?;
         if step > 0 {
-            add(&mut times, &mut beside, &trial.program, &report);
+            seen.note(&report.timeline);
+            add(&mut beside, &report);
         }
     }
-    Ok((times, beside))
+    Ok((seen, beside))
 }
 
 /// Ids that look like text: some often, most seldom.

@@ -89,7 +89,7 @@ pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
     let dir = spill(&planner.dir);
     std::fs::create_dir_all(&dir)?;
     let decoder = CudaDecoder::new(&planner.gpu, planner.spec.clone(), planner.options)?;
-    let (times, beside) = layer_times(&decoder, &dir)?;
+    let (seen, beside) = layer_times(&decoder, &dir)?;
     let workload = workload_name(&planner.spec, planner.options.shape);
     let device = DeviceChoice::Cuda { ordinal: 0 };
     let boundary = decoder.model()?.sizes().boundary[0];
@@ -101,7 +101,7 @@ pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
         links,
         drives: None,
         compute: None,
-        times: Some(times.medians(workload, planner.spec.layers(), "steps of the decoder", &when)),
+        times: Some(seen.times(workload, planner.spec.layers(), "steps of the decoder", &when)),
         optimizer_elements_per_s: None,
     })
 }
