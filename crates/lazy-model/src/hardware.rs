@@ -251,6 +251,8 @@ pub struct HardwareProfile {
     pub times: Option<StepTimes>,
     /// Parameters the optimizer updates a second, state streamed, where known.
     pub optimizer_elements_per_s: Option<Marked<f64>>,
+    /// The part of that time which its commit takes, where known.
+    pub optimizer_commit_share: Option<Marked<f64>>,
 }
 
 impl HardwareProfile {
@@ -281,6 +283,7 @@ impl HardwareProfile {
             "compute": self.compute,
             "times": self.times,
             "optimizer_elements_per_s": self.optimizer_elements_per_s,
+            "optimizer_commit_share": self.optimizer_commit_share,
         });
         format!("{value:#}\n")
     }
@@ -311,7 +314,9 @@ impl HardwareProfile {
             "compute",
             "times",
             "optimizer_elements_per_s",
+            "optimizer_commit_share",
         ])?;
+        let share = |v: &Value| v.as_f64().filter(|v| (0.0..=1.0).contains(v)).ok_or("a share from 0 to 1");
         let drives = root.object("drives")?.map(|o| drives(&o)).transpose()?;
         Ok(Self {
             name: need(&root, "name", root.string("name")?)?.to_owned(),
@@ -321,6 +326,7 @@ impl HardwareProfile {
             compute: root.object("compute")?.map(|o| compute(&o)).transpose()?,
             times: root.object("times")?.map(|o| times(&o)).transpose()?,
             optimizer_elements_per_s: marked(&root, "optimizer_elements_per_s", rate)?,
+            optimizer_commit_share: marked(&root, "optimizer_commit_share", share)?,
         })
     }
 }

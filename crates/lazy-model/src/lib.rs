@@ -117,7 +117,7 @@ pub use layers::{
 };
 pub use load::LinkLoad;
 pub use observe::Observations;
-pub use problem::{StepProblem, Verified, VerifyError, Windows};
+pub use problem::{BesideBackward, StepProblem, Verified, VerifyError, Windows};
 pub use reference::ReferenceSettings;
 pub use report::RunReport;
 pub use schedule::{Counts, Schedule};

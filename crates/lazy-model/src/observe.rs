@@ -238,6 +238,7 @@ mod tests {
                 epilogue_ms: one(4.0),
             }),
             optimizer_elements_per_s: None,
+            optimizer_commit_share: None,
         }
     }
 

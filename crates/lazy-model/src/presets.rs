@@ -120,6 +120,7 @@ impl Figures {
             }),
             times: None,
             optimizer_elements_per_s: None,
+            optimizer_commit_share: None,
         }
     }
 }

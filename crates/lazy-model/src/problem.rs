@@ -31,6 +31,8 @@ pub struct StepProblem {
     pub micro_batches: usize,
     /// Time of the optimizer, gradient norm and clearing of gradients included.
     pub optimizer: Seconds,
+    /// Where the optimizer runs beside backward instead of after it.
+    pub beside_backward: Option<BesideBackward>,
     /// Bytes that are there throughout beside all that a step's operations hold. HBM: weights and gradients that are not streamed,
     /// states, the context of the device. Host: the optimizer's ring; the homes of what is streamed are not part of it, see
     /// [`always`](Self::always).
@@ -39,6 +41,15 @@ pub struct StepProblem {
     pub budgets: TierBytes,
     /// Most layers in a block.
     pub max_segment: usize,
+}
+
+/// An optimizer that goes through its state in buckets while backward runs, each once its gradients are final: the last layers' first.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BesideBackward {
+    /// The part of the state that is in one bucket: above 0, at most 1.
+    pub bucket_share: f64,
+    /// The part of [`StepProblem::optimizer`] that comes after all buckets: the commit.
+    pub commit: Seconds,
 }
 
 /// Room for transfers beside arithmetic, as [`StepProblem::keep_chain`] puts it.
@@ -305,7 +316,33 @@ impl StepProblem {
     pub fn step_time(&self, plan: &StepPlan) -> Seconds {
         let first = simulate_first(plan, &self.costs);
         let two = self.two(plan);
-        self.sum(&first, two.as_ref(), &|t| t.total()) + self.optimizer
+        self.sum(&first, two.as_ref(), &|t| t.total()) + self.after_passes(plan, &first, two.as_ref())
+    }
+
+    /// What a step takes for the optimizer once its passes have ended, of which the last takes `backward` from the loss on.
+    ///
+    /// Let the state be gone through in `u` seconds, `s` of it a bucket, and the commit take `c`. Beside backward the first bucket can begin
+    /// when `s` of backward is done, and the last one when all is: the optimizer ends `max(s backward + u, backward + s u) + c` after
+    /// backward began. So all of it is left but `(1 - s) min(u, backward)`.
+    pub fn optimizer_after(&self, backward: Seconds) -> Seconds {
+        let Some(BesideBackward { bucket_share, commit }) = self.beside_backward else {
+            return self.optimizer;
+        };
+        let streaming = (self.optimizer - commit).get().max(0.0);
+        Seconds(self.optimizer.get() - (1.0 - bucket_share) * streaming.min(backward.get()))
+    }
+
+    /// The least of it, however long backward takes.
+    pub fn least_optimizer(&self) -> Seconds {
+        self.optimizer_after(Seconds(f64::INFINITY))
+    }
+
+    /// What the optimizer takes after passes of which `first` is the first and `two` the first two, where those differ. Gradients are final
+    /// in the last one.
+    fn after_passes(&self, plan: &StepPlan, first: &Timeline, two: Option<&Timeline>) -> Seconds {
+        let backward = |t: &Timeline| t.total() - t.forward(plan);
+        let alone = backward(first);
+        self.optimizer_after(two.map_or(alone, |two| backward(two) - alone))
     }
 
     /// The first two micro-batches, where more than arithmetic can go on from one to the next: what is streamed comes in ahead and leaves
@@ -326,11 +363,12 @@ impl StepProblem {
         let sum = |of: &dyn Fn(&Timeline) -> Seconds| self.sum(first, two.as_ref(), of);
         let (step, forward) = (sum(&|t| t.total()), sum(&|t| t.forward(plan)));
         let link = |of: fn(ExposedSeconds) -> Seconds| sum(&|t| of(t.exposed()));
+        let optimizer = self.after_passes(plan, first, two.as_ref());
         Promise {
-            step_s: step + self.optimizer,
+            step_s: step + optimizer,
             forward_s: forward,
             backward_s: step - forward,
-            optimizer_s: self.optimizer,
+            optimizer_s: optimizer,
             exposed_s: ExposedSeconds {
                 d2h: link(|e| e.d2h),
                 h2d: link(|e| e.h2d),
@@ -399,6 +437,40 @@ mod tests {
             };
             assert_eq!(brought(verified.first()), Bytes::ZERO);
             assert_eq!(brought(&verified.timeline).get(), if later > 0.0 { 90_000_000 } else { 0 });
+        }
+    }
+
+    /// Beside an optimizer that takes a bucket after the other, each when its part of backward is done and the one before it is written, and
+    /// then commits.
+    #[test]
+    fn an_optimizer_beside_backward_is_promised_what_its_last_buckets_leave() {
+        for (buckets, optimizer_ms, commit_ms) in
+            [(8, 60.0, 4.0), (8, 124.0, 0.0), (8, 500.0, 100.0), (1, 60.0, 4.0), (3, 200.0, 20.0)]
+        {
+            let mut problem = problem(4, MIB * 200);
+            problem.optimizer = Seconds::from_ms(optimizer_ms);
+            let schedule = Schedule::named("checkpoint", &problem.boundary_bytes, false);
+            let after = problem.verify(&schedule).unwrap().promise;
+            assert!((after.optimizer_s.as_ms() - optimizer_ms).abs() < 1e-9);
+            problem.beside_backward = Some(BesideBackward {
+                bucket_share: 1.0 / f64::from(buckets),
+                commit: Seconds::from_ms(commit_ms),
+            });
+            // Backward of the second micro-batch: the loss, and four layers made again.
+            let backward_ms = 5.0 + 4.0 * (11.0 + 20.0);
+            let mut written = 0.0f64;
+            for bucket in 1..=buckets {
+                let ready = backward_ms * f64::from(bucket) / f64::from(buckets);
+                written = written.max(ready) + (optimizer_ms - commit_ms) / f64::from(buckets);
+            }
+            let left_ms = written + commit_ms - backward_ms;
+            let verified = problem.verify(&schedule).unwrap();
+            let promise = &verified.promise;
+            assert!((promise.optimizer_s.as_ms() - left_ms).abs() < 1e-9, "{promise:?}, not {left_ms} ms");
+            let passes = after.step_s.as_ms() - optimizer_ms;
+            assert!((promise.step_s.as_ms() - passes - left_ms).abs() < 1e-9);
+            assert!((problem.step_time(&verified.plan).as_ms() - passes - left_ms).abs() < 1e-9);
+            assert!(problem.least_optimizer().as_ms() <= left_ms + 1e-9);
         }
     }
 

@@ -103,6 +103,7 @@ impl StepProblem {
             costs,
             micro_batches: training.micro_batches,
             optimizer: Seconds(optimizer),
+            beside_backward: None,
             fixed: TierBytes { hbm, host: training.host_reserved, nvme: Bytes::ZERO },
             budgets,
             max_segment: training.max_segment,

@@ -25,6 +25,7 @@ fn with_times() -> HardwareProfile {
     HardwareProfile {
         times: Some(times),
         optimizer_elements_per_s: Some(Marked::assumed(4.5e8, "guess")),
+        optimizer_commit_share: Some(Marked::assumed(0.125, "guess")),
         ..preset
     }
 }

@@ -97,6 +97,7 @@ fn profile() -> String {
         epilogue_ms: one(0.5),
     });
     profile.optimizer_elements_per_s = Some(one(1e8));
+    profile.optimizer_commit_share = Some(one(0.25));
     profile.to_json()
 }
 

@@ -86,6 +86,7 @@ fn problem(seed: u64) -> StepProblem {
         optimizer: Seconds::ZERO,
         fixed: TierBytes { hbm: Bytes::from_gib(8.0), ..TierBytes::default() },
         budgets: TierBytes::default(),
+        beside_backward: None,
         max_segment: 4,
     };
     let boundaries = boundary * layers as f64;

@@ -379,7 +379,7 @@ pub(crate) fn least_step(problem: &StepProblem, chain: &CostChain, solution: &So
     let weights = (chain.checkpoint_penalty + nvme) * (chain.layers + 1) as f64;
     let recomputed = (bound - weights - mandatory_overflow_ms(chain)).max(0.0);
     let pass = problem.costs.least_pass() + Seconds::from_ms(recomputed);
-    Some(problem.passes(pass, pass) + problem.optimizer)
+    Some(problem.passes(pass, pass) + problem.least_optimizer())
 }
 
 /// No plan that keeps the caps has a shorter step, simulated or run: arithmetic with the least recomputation that the caps allow, as if links

@@ -156,7 +156,7 @@ pub(crate) fn arithmetic(problem: &StepProblem, schedule: &Schedule) -> Seconds 
             pass += costs.forward[l - 1];
         }
     }
-    problem.passes(pass, pass) + problem.optimizer
+    problem.passes(pass, pass) + problem.least_optimizer()
 }
 
 /// Takes each change that makes the step faster, until none does or enough were tried. Nothing where none does.

@@ -166,7 +166,7 @@ fn least(
 /// A step without recomputation or waits.
 fn arithmetic(host: &StepProblem) -> Seconds {
     let pass = host.costs.least_pass();
-    host.passes(pass, pass) + host.optimizer
+    host.passes(pass, pass) + host.least_optimizer()
 }
 
 /// One rank that has the host to itself, all of it as host RAM, and links that take no time: what even it recomputes, every rank does.

@@ -91,6 +91,7 @@ pub(crate) fn problem(seed: u64) -> Result<Drawn, RuntimeError> {
             optimizer: Seconds::ZERO,
             fixed: TierBytes::default(),
             budgets: TierBytes::default(),
+            beside_backward: None,
             max_segment: 4,
         },
         weights,

@@ -54,8 +54,13 @@ pub fn advice(problem: &StepProblem, schedule: &Schedule) -> Vec<String> {
         let step = faster.verify(schedule).map(|verified| verified.promise.step_s);
         changes.extend(step.ok().map(|step| Change { what: What::Link(name), step }));
     }
-    let spared = problem.optimizer.get() * (1.0 - 1.0 / FASTER);
-    changes.push(Change { what: What::Optimizer, step: Seconds(now.get() - spared) });
+    let mut faster = problem.clone();
+    faster.optimizer = Seconds(problem.optimizer.get() / FASTER);
+    if let Some(beside) = &mut faster.beside_backward {
+        beside.commit = Seconds(beside.commit.get() / FASTER);
+    }
+    let step = faster.verify(schedule).map(|verified| verified.promise.step_s);
+    changes.extend(step.ok().map(|step| Change { what: What::Optimizer, step }));
 
     let saves = |change: &Change| (now - change.step).get();
     changes.retain(|change| saves(change) > WORTH * now.get());
@@ -150,6 +155,7 @@ mod tests {
             optimizer: ms(40.0),
             fixed: TierBytes::default(),
             budgets: TierBytes { hbm: MIB * hbm, host: MIB * host, nvme: Bytes::ZERO },
+            beside_backward: None,
             max_segment: 4,
         }
     }

@@ -58,12 +58,13 @@ impl Noted {
         waits
     }
 
-    /// `profile` corrected by the last steps, of which `metrics` has the lines; nothing before there is a second step.
+    /// `profile` corrected by the last steps, of which `metrics` has the lines; nothing before there is a second step. The optimizer's rate
+    /// stays where its steps do not show what so many `parameters` take, since it ran beside backward.
     pub(crate) fn correct(
         &self,
         profile: &HardwareProfile,
         metrics: &[&StepMetrics],
-        parameters: u64,
+        parameters: Option<u64>,
     ) -> Option<HardwareProfile> {
         let late = &metrics[metrics.len().saturating_sub(LATE)..];
         if self.steps < 2 || late.is_empty() {
@@ -72,7 +73,7 @@ impl Noted {
         let (by, when) = ("steps of a run", timestamp());
         let mut corrected = self.seen.correct(profile, by, &when);
         let optimizer = median(late.iter().map(|m| m.seconds.all_of_optimizer().get()).collect());
-        if optimizer > 0.0 {
+        if let Some(parameters) = parameters.filter(|_| optimizer > 0.0) {
             let rate = parameters as f64 / optimizer;
             corrected.optimizer_elements_per_s = Some(Marked::measured(rate, by, &when));
         }

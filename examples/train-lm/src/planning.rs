@@ -13,6 +13,7 @@ use lazy_store::cuda::Gpu;
 
 use crate::backend::Backend;
 use crate::error::{Result, TrainError};
+use crate::homes::are_in_ram;
 use crate::probe::optimizer_time;
 use crate::settings::{
     DurabilityChoice, MomentFormat, Prefetch, Settings, StateHome, TrainArgs, UpdateChoice,
@@ -83,6 +84,10 @@ pub fn problem(
         ))
     })?;
     let fixed = fixed(backend, &runtime, settings, adam)?;
+    let parameters = backend.spec().total_parameters();
+    let beside = settings.is_beside_backward() && !are_in_ram(runtime.options());
+    let bucket_share = beside.then(|| (adam.bucket_elements as f64 / parameters as f64).min(1.0));
+    let (optimizer, beside_backward) = optimizer_time(profile, parameters, bucket_share);
     let defaults = match backend.gpu() {
         _ if args.plan != "auto" => TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN },
         Some(gpu) => free_budgets(gpu, spill)?,
@@ -101,7 +106,8 @@ pub fn problem(
         streamed: sizes.streamed,
         costs,
         micro_batches: settings.accum,
-        optimizer: optimizer_time(profile, backend.spec().total_parameters()),
+        optimizer,
+        beside_backward,
         fixed,
         budgets: TierBytes { hbm: cap(Tier::Hbm)?, host: cap(Tier::Host)?, nvme: cap(Tier::Nvme)? },
         max_segment: MAX_SEGMENT,

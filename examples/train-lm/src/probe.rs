@@ -6,7 +6,8 @@ use std::path::Path;
 use std::time::{Instant, SystemTime};
 
 use lazy_model::{
-    Bytes, BytesPerSecond, HardwareProfile, Links, Marked, ModelSpec, Schedule, Seconds, Tiers,
+    BesideBackward, Bytes, BytesPerSecond, HardwareProfile, Links, Marked, ModelSpec, Schedule, Seconds,
+    Tiers,
 };
 use lazy_optim_nvme::{AdamOptions, Gradient, GroupOptions, Moments, NvmeAdam, ParamSpec, StepInput};
 use lazy_runtime::Model;
@@ -43,18 +44,19 @@ pub fn probe(
     let when = timestamp();
     let (spec, shape) = (backend.spec(), settings.shape());
     let specs = optimized(spec, settings);
-    let (name, seen, beside, rate) = match backend {
+    let (name, seen, beside, [element, commit]) = match backend {
         Backend::Host(model) => {
             let mut passes = Passes::open(model, shape, spill)?;
-            let rate = optimizer_rate(backend, &specs, spill, adam, &mut || passes.step())?;
-            ("this machine", passes.seen, Beside::default(), rate)
+            let optimizer = optimizer(backend, &specs, spill, adam, &mut || passes.step())?;
+            ("this machine", passes.seen, Beside::default(), optimizer)
         }
         Backend::Cuda(decoder) => {
             let (seen, beside) = cuda::probe::layer_times(decoder, spill)?;
-            let rate = optimizer_rate(backend, &specs, spill, adam, &mut || Ok(()))?;
-            (decoder.gpu().name(), seen, beside, rate)
+            let optimizer = optimizer(backend, &specs, spill, adam, &mut || Ok(()))?;
+            (decoder.gpu().name(), seen, beside, optimizer)
         }
     };
+    let of_optimizer = |value| Marked::measured(value, "trial optimizer steps", &when);
     let times = seen.times(workload_name(spec, shape), spec.layers(), "trial steps", &when);
     let boundary = backend.model()?.sizes().boundary[0];
     let mut links = link_rates(boundary, (backend.device(), io), spill, limits, &when)?;
@@ -66,7 +68,8 @@ pub fn probe(
         drives: None,
         compute: None,
         times: Some(times),
-        optimizer_elements_per_s: Some(Marked::measured(rate, "trial optimizer steps", &when)),
+        optimizer_elements_per_s: Some(of_optimizer(1.0 / element)),
+        optimizer_commit_share: Some(of_optimizer(commit / element)),
     })
 }
 
@@ -145,22 +148,23 @@ pub fn link_rates(
     })
 }
 
-/// Elements a second of whole optimizer steps, norm and commit included: each home of the state takes its share of the time, at the rate
-/// that a trial store has there. `passes` are done before each step.
-fn optimizer_rate(
+/// Seconds an element of whole optimizer steps, norm and commit included, and of their commit: each home of the state takes its share of the
+/// time, at the rate that a trial store has there. `passes` are done before each step.
+fn optimizer(
     backend: &Backend,
     specs: &[ParamSpec],
     spill: &Path,
     adam: &AdamOptions,
     passes: &mut dyn FnMut() -> Result<()>,
-) -> Result<f64> {
-    let mut seconds = 0.0;
+) -> Result<[f64; 2]> {
+    let mut seconds = [0.0; 2];
     for (share, there) in homes(specs, adam)? {
         if share > 0.0 {
-            seconds += share / trial_rate(backend, specs, spill, &there, passes)?;
+            let trial = trial(backend, specs, spill, &there, passes)?;
+            seconds.iter_mut().zip(trial).for_each(|(sum, of)| *sum += share * of);
         }
     }
-    Ok(1.0 / seconds)
+    Ok(seconds)
 }
 
 /// HBM, RAM and NVMe: the share of the state's bytes that is at home there, and options under which all of a store is.
@@ -180,15 +184,15 @@ fn homes(specs: &[ParamSpec], adam: &AdamOptions) -> Result<[(f64, AdamOptions);
     ])
 }
 
-/// Elements a second of a trial store of the model's size or [`OPTIMIZER_ELEMENTS`], whichever is smaller, with moments in the format of
+/// Seconds an element of steps of a trial store, and of their commit. It is of the model's size or [`OPTIMIZER_ELEMENTS`], whichever is smaller, with moments in the format of
 /// the model's largest parameter.
-fn trial_rate(
+fn trial(
     backend: &Backend,
     specs: &[ParamSpec],
     spill: &Path,
     adam: &AdamOptions,
     passes: &mut dyn FnMut() -> Result<()>,
-) -> Result<f64> {
+) -> Result<[f64; 2]> {
     let all = usize::try_from(backend.spec().total_parameters()).unwrap_or(usize::MAX);
     let largest = specs.iter().max_by_key(|spec| spec.shape.iter().product::<usize>());
     let moments = largest.map_or(Moments::F32, |spec| spec.moments);
@@ -210,27 +214,37 @@ fn trial_rate(
         let start = Instant::now();
         let input =
             StepInput { groups: &[GroupOptions::default()], max_norm: Some(1.0), ..StepInput::default() };
-        match &on_gpu {
+        let outcome = match &on_gpu {
             None => {
-                trial.step(&[Some(Gradient::F32(&gradient))], &input, &mut |_, first, values| {
-                    weights[first..][..values.len()].copy_from_slice(values);
-                })?;
+                let outcome =
+                    trial.step(&[Some(Gradient::F32(&gradient))], &input, &mut |_, first, values| {
+                        weights[first..][..values.len()].copy_from_slice(values);
+                    })?;
                 // As long as clearing it takes.
                 gradient.fill(1e-3);
+                outcome
             }
-            Some(on_gpu) => drop(on_gpu.step(&mut trial, &input)?),
-        }
-        samples.push(start.elapsed().as_secs_f64());
+            Some(on_gpu) => on_gpu.step(&mut trial, &input)?,
+        };
+        samples.push([start.elapsed().as_secs_f64(), outcome.seconds.commit.get()]);
     }
     drop(trial);
     std::fs::remove_dir_all(&dir).map_err(TrainError::io(&dir))?;
-    Ok(elements as f64 / median(samples.split_off(1)))
+    Ok([0, 1].map(|of| median(samples.iter().skip(1).map(|sample| sample[of]).collect()) / elements as f64))
 }
 
-/// Time of the optimizer step for this many elements at the profile's rate; zero where the profile has none.
-pub fn optimizer_time(profile: &HardwareProfile, elements: u64) -> Seconds {
-    let rate = profile.optimizer_elements_per_s.as_ref().map_or(0.0, |m| m.value);
-    Seconds(if rate > 0.0 { elements as f64 / rate } else { 0.0 })
+/// Time of the optimizer step for this many elements at the profile's rate, zero where the profile has none; and how it runs beside
+/// backward where it does so, with that share of its state a bucket.
+pub fn optimizer_time(
+    profile: &HardwareProfile,
+    elements: u64,
+    bucket_share: Option<f64>,
+) -> (Seconds, Option<BesideBackward>) {
+    let [rate, commit] = [&profile.optimizer_elements_per_s, &profile.optimizer_commit_share]
+        .map(|marked| marked.as_ref().map_or(0.0, |m| m.value));
+    let time = if rate > 0.0 { elements as f64 / rate } else { 0.0 };
+    let beside = |bucket_share| BesideBackward { bucket_share, commit: Seconds(commit * time) };
+    (Seconds(time), bucket_share.map(beside))
 }
 
 /// Now, UTC, as `2026-11-29T17:52:47Z`.

@@ -506,6 +506,11 @@ impl Settings {
         Shape { batch: self.batch, seq: self.seq }
     }
 
+    /// Whether the optimizer may begin before all gradients are known: none is clipped by the norm of all, and a step can be taken back.
+    pub fn is_beside_backward(&self) -> bool {
+        self.clip == 0.0 && self.durability == DurabilityChoice::Step
+    }
+
     /// Tokens in an optimizer step.
     pub const fn tokens(&self) -> usize {
         self.batch * self.seq * self.accum

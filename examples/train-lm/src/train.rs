@@ -519,13 +519,16 @@ impl<'a> Run<'a> {
     fn record_measured(&mut self, summary: &Summary) -> Result<()> {
         let own: Vec<&StepMetrics> = self.metrics.iter().filter(|m| m.step > self.first).collect();
         let parameters = self.trained.spec().total_parameters();
+        let beside = self.problem.beside_backward.is_some();
         let mut advice = Vec::new();
-        if let Some(corrected) = self.noted.correct(&self.profile, &own, parameters) {
+        if let Some(corrected) = self.noted.correct(&self.profile, &own, (!beside).then_some(parameters)) {
             write_file(&self.folder.corrected_profile(), corrected.to_json().as_bytes())?;
             if let (Some(costs), false) = (corrected.costs(), self.interrupted) {
-                let optimizer = optimizer_time(&corrected, parameters);
+                let share = self.problem.beside_backward.map(|beside| beside.bucket_share);
+                let (optimizer, beside_backward) = optimizer_time(&corrected, parameters, share);
+                let budgets = self.chosen.budgets;
                 let problem =
-                    StepProblem { costs, optimizer, budgets: self.chosen.budgets, ..self.problem.clone() };
+                    StepProblem { costs, optimizer, beside_backward, budgets, ..self.problem.clone() };
                 advice = crate::advice::advice(&problem, &self.chosen.schedule);
             }
         }

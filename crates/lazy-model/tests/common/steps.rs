@@ -33,6 +33,7 @@ pub(crate) fn step(layers: usize, boundary: Bytes) -> StepProblem {
         optimizer: Seconds::from_ms(7.0),
         fixed: TierBytes::default(),
         budgets: TierBytes::default(),
+        beside_backward: None,
         max_segment: 4,
     }
 }

@@ -29,6 +29,7 @@ pub(crate) fn step(layers: usize, budgets: [u64; 3], link_ms: f64) -> StepProble
         optimizer: Seconds::ZERO,
         fixed: TierBytes::default(),
         budgets: TierBytes { hbm, host, nvme },
+        beside_backward: None,
         max_segment: 4,
     }
 }

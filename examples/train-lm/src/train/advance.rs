@@ -18,7 +18,7 @@ use crate::decoder::{Decoder, DecoderError};
 use crate::error::{Result, TrainError};
 use crate::homes;
 use crate::phase::{self, Phase};
-use crate::settings::{DurabilityChoice, Settings};
+use crate::settings::Settings;
 
 /// What a step did.
 pub(super) struct Advanced {
@@ -57,11 +57,11 @@ impl Drop for Ending {
 }
 
 impl Finals {
-    /// Has the executor say so, where the optimizer may begin before all gradients are known: none is clipped by the norm of all,
-    /// a step can be taken back, and no gradient is handed over only once the passes have ended.
+    /// Has the executor say so, where the optimizer may begin before all gradients are known, and none is handed over only once the passes
+    /// have ended.
     pub(super) fn of(settings: &Settings, executor: &mut Executor) -> Option<Finals> {
         let in_ram = homes::are_in_ram(executor.model().options());
-        if settings.clip > 0.0 || settings.durability != DurabilityChoice::Step || in_ram {
+        if !settings.is_beside_backward() || in_ram {
             return None;
         }
         let (send, receive) = channel();

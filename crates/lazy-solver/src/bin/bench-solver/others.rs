@@ -102,6 +102,7 @@ fn step() -> StepProblem {
         optimizer: Seconds::ZERO,
         fixed: TierBytes::default(),
         budgets: TierBytes { hbm: bytes(34e9), host: bytes(3e9), nvme: Bytes::ZERO },
+        beside_backward: None,
         max_segment: 4,
     }
 }

@@ -103,6 +103,7 @@ pub(crate) fn profile(planner: &Planner) -> Result<HardwareProfile, BoxError> {
         compute: None,
         times: Some(seen.times(workload, planner.spec.layers(), "steps of the decoder", &when)),
         optimizer_elements_per_s: None,
+        optimizer_commit_share: None,
     })
 }
 
@@ -135,6 +136,7 @@ impl Planner {
             optimizer: Seconds::ZERO,
             fixed: TierBytes { hbm: model.resident(), ..TierBytes::default() },
             budgets,
+            beside_backward: None,
             max_segment: MAX_SEGMENT,
         })
     }
