@@ -1,6 +1,7 @@
 //! From a model, a profile and caps to a verified schedule.
 
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use lazy_model::step::PAGE_ALIGNMENT;
 use lazy_model::{Bytes, HardwareProfile, ModelSpec, Schedule, StepProblem, Tier, TierBytes, Verified};
@@ -61,7 +62,8 @@ pub fn adam_options(
 const OPEN: Bytes = Bytes(1 << 60);
 
 /// The planning problem of a run. Caps that were not given are, where the plan is to be solved, what a GPU and its machine have free, and
-/// on the host device chosen so that the activations do not fit; they are open where the plan is given.
+/// on the host device chosen so that the activations do not fit; they are open where the plan is given. What is free on the file system of
+/// `spill` is so but for the optimizer's state, where that is yet to be made in the folder `new_state`.
 ///
 /// # Errors
 /// When a cap is not a size, or the profile's times are for another number of layers.
@@ -72,6 +74,7 @@ pub fn problem(
     adam: &AdamOptions,
     args: &TrainArgs,
     spill: &Path,
+    new_state: Option<&Path>,
 ) -> Result<StepProblem> {
     let runtime = backend.model()?;
     let sizes = runtime.sizes().clone();
@@ -90,7 +93,12 @@ pub fn problem(
     let (optimizer, beside_backward) = optimizer_time(profile, parameters, bucket_share);
     let defaults = match backend.gpu() {
         _ if args.plan != "auto" => TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN },
-        Some(gpu) => free_budgets(gpu, spill)?,
+        Some(gpu) => {
+            let specs = optimized(backend.spec(), settings);
+            let on_disk = if args.habits.no_save { adam.clone() } else { saved(adam) };
+            let state = NvmeAdam::bytes_on_disk(&specs, &on_disk)?;
+            free_budgets(gpu, free_beside(spill, new_state, state)?)?
+        }
         None => {
             let least = least(backend, settings, adam)?;
             default_budgets(&sizes.boundary, least, args.prefetch.blocks().unwrap_or(0) as u64)
@@ -238,14 +246,13 @@ fn memory_of(name: &str) -> Option<Bytes> {
 /// Left of a GPU's free memory for what no plan counts: kernels, libraries, and pages that are broken off.
 const HBM_RESERVE: Bytes = Bytes(3 << 29);
 
-/// Caps of a run on a GPU: what is free there, four fifths of the RAM that is available, and nine tenths of what is free on the file
-/// system of the spill files.
-fn free_budgets(gpu: &Gpu, spill: &Path) -> Result<TierBytes> {
+/// Caps of a run on a GPU: what is free there, four fifths of the RAM that is available, and nine tenths of what is free for spill files.
+fn free_budgets(gpu: &Gpu, for_spill: Bytes) -> Result<TierBytes> {
     let share = |bytes: Bytes, of: [u64; 2]| Bytes(bytes.get() / of[1] * of[0]);
     Ok(TierBytes {
         hbm: gpu.memory()?.0.saturating_sub(HBM_RESERVE),
         host: share(memory_of("MemAvailable:").unwrap_or_default(), [4, 5]),
-        nvme: share(free_space(spill)?, [9, 10]),
+        nvme: share(for_spill, [9, 10]),
     })
 }
 
@@ -254,10 +261,33 @@ fn free_budgets(gpu: &Gpu, spill: &Path) -> Result<TierBytes> {
 /// # Errors
 /// When it cannot be asked.
 pub fn free_space(dir: &Path) -> Result<Bytes> {
-    let there = std::path::absolute(dir).map_err(TrainError::io(dir))?;
-    let there = there.ancestors().find(|folder| folder.exists()).unwrap_or(dir);
-    let stat = rustix::fs::statvfs(there).map_err(|e| TrainError::io(there)(e.into()))?;
+    let there = existing(dir)?;
+    let stat = rustix::fs::statvfs(&there).map_err(|e| TrainError::io(&there)(e.into()))?;
     Ok(Bytes(stat.f_bavail.saturating_mul(stat.f_frsize)))
+}
+
+/// The folder, or the nearest one above that exists.
+fn existing(dir: &Path) -> Result<PathBuf> {
+    let there = std::path::absolute(dir).map_err(TrainError::io(dir))?;
+    Ok(there.ancestors().find(|folder| folder.exists()).unwrap_or(dir).to_path_buf())
+}
+
+/// Bytes free in `dir` once `state` more are in the folder `other`: where that is on another file system, or nowhere, all that are free now.
+fn free_beside(dir: &Path, other: Option<&Path>, state: Bytes) -> Result<Bytes> {
+    let free = free_space(dir)?;
+    let device = |dir: &Path| {
+        let there = existing(dir)?;
+        Ok::<_, TrainError>(std::fs::metadata(&there).map_err(TrainError::io(&there))?.dev())
+    };
+    Ok(match other {
+        Some(other) if device(dir)? == device(other)? => free.saturating_sub(state),
+        _ => free,
+    })
+}
+
+/// The options of a store as it is on disk when it is saved: all of its state, wherever that is at home.
+pub fn saved(adam: &AdamOptions) -> AdamOptions {
+    AdamOptions { host: Bytes::ZERO, hbm: Bytes::ZERO, ..adam.clone() }
 }
 
 /// Caps into which the activations do not fit, so that a first run shows all tiers at work: HBM for a third of the boundaries besides what
@@ -316,4 +346,45 @@ pub fn choose(problem: &StepProblem, plan: &str, prefetch: Prefetch) -> Result<C
         }
     }
     Ok(Chosen { schedule, verified, budgets })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn state_that_is_yet_to_be_made_takes_its_space_from_spill_files_beside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let (spill, state) = (dir.path().join("runs/spill"), dir.path().join("runs/a/state"));
+        // More than anybody else takes or frees meanwhile.
+        let much = Bytes(1 << 50);
+        assert_eq!(free_beside(&spill, Some(&state), much).unwrap(), Bytes::ZERO);
+        let elsewhere = Path::new("/proc/self/state");
+        for other in [None, Some(elsewhere)] {
+            assert!(free_beside(&spill, other, much).unwrap() > Bytes::ZERO, "{other:?}");
+        }
+    }
+
+    /// A bucket's slot: three float32 an element, and less than a twentieth besides, records among it.
+    #[test]
+    fn state_takes_two_slots_on_disk_or_one_wherever_it_lives_between_saves() {
+        let elements = 1 << 22;
+        let specs = [ParamSpec::new("w", &[elements])];
+        let of = |state, durability| {
+            let settings = Settings { state, durability, ..Settings::default() };
+            let device = DeviceChoice::Host;
+            let adam = adam_options(elements as u64, &settings, UpdateChoice::Auto, device);
+            let bytes = NvmeAdam::bytes_on_disk(&specs, &saved(&adam)).unwrap();
+            bytes.get() as f64 / (12 * elements) as f64
+        };
+        for (state, durability, slots) in [
+            (StateHome::Nvme, DurabilityChoice::Step, 2.0),
+            (StateHome::Nvme, DurabilityChoice::Checkpoint, 1.0),
+            (StateHome::Host, DurabilityChoice::Checkpoint, 1.0),
+            (StateHome::Hbm, DurabilityChoice::Checkpoint, 1.0),
+        ] {
+            let found = of(state, durability);
+            assert!((slots..slots + 0.05).contains(&found), "{state:?} {durability:?}: {found}");
+        }
+    }
 }

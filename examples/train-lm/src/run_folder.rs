@@ -164,11 +164,6 @@ impl RunFolder {
         self.path.join("checkpoint")
     }
 
-    /// The optimizer's state, unless it was put elsewhere.
-    pub fn state(&self) -> PathBuf {
-        self.path.join("state")
-    }
-
     /// The hardware profile that the plan was made on.
     pub fn profile(&self) -> PathBuf {
         self.path.join(PROFILE_FILE)

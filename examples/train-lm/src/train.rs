@@ -132,7 +132,9 @@ fn plan(
 ) -> Result<(HardwareProfile, StepProblem, Chosen)> {
     let profile = profile_for(args, prepared, spill, console)?;
     let Prepared { backend, settings, adam, .. } = prepared;
-    let problem = problem(backend, settings, &profile, adam, args, spill)?;
+    let state = state_dir(settings, &prepared.out);
+    let new_state = prepared.resumed.is_none().then_some(state.as_path());
+    let problem = problem(backend, settings, &profile, adam, args, spill, new_state)?;
     let chosen = choose(&problem, &args.plan, args.prefetch)?;
     console.plan(&problem, &chosen);
     Ok((profile, problem, chosen))
@@ -240,7 +242,7 @@ impl<'a> Run<'a> {
         let trained = backend.attach(&executor)?;
         let program = executor.prepare(chosen.verified.plan.clone())?;
         if new && !args.habits.no_save {
-            check_save(&state_dir(&settings, &folder), &optimized(trained.spec(), &settings), &adam)?;
+            check_save(&state_dir(&settings, folder.path()), &optimized(trained.spec(), &settings), &adam)?;
         }
         let initial = new.then_some(&initial);
         let (mut optimizer, cursor) =
@@ -270,7 +272,7 @@ impl<'a> Run<'a> {
             Some(corpus) => Some(Evaluator::open(corpus, habits.eval_every, &executor, &folder, first)?),
             None => None,
         };
-        let saves = Saves::new(&state_dir(&settings, &folder), habits.keep);
+        let saves = Saves::new(&state_dir(&settings, folder.path()), habits.keep);
         let boundaries = match args.debug_boundaries {
             true => Some(BoundaryLog::create(&folder.boundaries(), &chosen.verified.plan)?),
             false => None,
@@ -348,7 +350,7 @@ impl<'a> Run<'a> {
 
     /// What to do once it has failed, where there is something to go on from.
     fn goes_on(&self) -> Option<String> {
-        let state = state_dir(&self.settings, &self.folder);
+        let state = state_dir(&self.settings, self.folder.path());
         let kept = match self.settings.durability {
             DurabilityChoice::Step => "every committed step is kept",
             DurabilityChoice::Checkpoint if generations(&state).ok()?.is_empty() => return None,

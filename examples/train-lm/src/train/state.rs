@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::Trained;
 use crate::error::{Result, TrainError};
-use crate::planning::{free_space, optimized};
+use crate::planning::{free_space, optimized, saved};
 use crate::run_folder::RunFolder;
 use crate::settings::{DurabilityChoice, Settings};
 use crate::weights::InitialWeights;
@@ -44,8 +44,7 @@ pub(super) fn check_save(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) ->
     if adam.host == Bytes::ZERO && adam.hbm == Bytes::ZERO {
         return Ok(());
     }
-    let on_disk = AdamOptions { host: Bytes::ZERO, hbm: Bytes::ZERO, ..adam.clone() };
-    let needed = NvmeAdam::bytes_on_disk(specs, &on_disk)?;
+    let needed = NvmeAdam::bytes_on_disk(specs, &saved(adam))?;
     let free = free_space(dir)?;
     if free < needed {
         return Err(TrainError::Usage(format!(
@@ -57,9 +56,9 @@ pub(super) fn check_save(dir: &Path, specs: &[ParamSpec], adam: &AdamOptions) ->
     Ok(())
 }
 
-/// Where the optimizer's state lies.
-pub(super) fn state_dir(settings: &Settings, folder: &RunFolder) -> PathBuf {
-    settings.state_dir.clone().unwrap_or_else(|| folder.state())
+/// Where the optimizer's state of a run in a folder lies.
+pub(super) fn state_dir(settings: &Settings, run: &Path) -> PathBuf {
+    settings.state_dir.clone().unwrap_or_else(|| run.join("state"))
 }
 
 /// Opens the optimizer's state, from which the weights are rebuilt, or makes it of the first weights.
@@ -72,7 +71,7 @@ pub(super) fn open_state(
     schedule: &Schedule,
 ) -> Result<(NvmeAdam, Cursor)> {
     let specs = optimized(trained.spec(), settings);
-    let dir = &state_dir(settings, folder);
+    let dir = &state_dir(settings, folder.path());
     if let Some(initial) = new {
         let absent = !dir.exists();
         let parameters = trained.spec().parameters();
