@@ -1,6 +1,9 @@
 //! What is promised of the optimizer, of the shipped model on a machine of fixed speed.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+#[path = "common/machine.rs"]
+mod machine;
+
 use std::fs;
 
 use lazy_solver::budgets::BudgetArgs;
@@ -14,23 +17,13 @@ const PARAMETERS: f64 = 5_363_136.0;
 /// An eighth of that in whole blocks of 65,536.
 const BUCKET: f64 = 655_360.0;
 
-/// Layers of 5 ms forward and 10 ms backward, a loss of 5 ms; an optimizer step of 0.2 s, a quarter of it the commit.
+/// Layers of 5 ms forward and 10 ms backward, ends of 0.1, 5 and 0.1 ms; an optimizer step of 0.2 s, a quarter of it the commit.
 fn profile() -> Value {
-    let value = |value: Value| json!({"value": value, "source": "assumed", "by": "test"});
-    let each = |ms: f64| value(json!(vec![ms; 12]));
-    let link = || value(json!(1e9));
-    json!({
-        "version": 2, "name": "test",
-        "links": {
-            "d2h_bytes_per_s": link(), "h2d_bytes_per_s": link(),
-            "nvme_write_bytes_per_s": link(), "nvme_read_bytes_per_s": link(),
-        },
-        "times": {
-            "workload": "test", "forward_ms": each(5.0), "saving_forward_ms": each(5.0), "backward_ms": each(10.0),
-            "prologue_ms": value(json!(0.0)), "prologue_backward_ms": value(json!(0.0)), "epilogue_ms": value(json!(5.0)),
-        },
-        "optimizer_elements_per_s": value(json!(PARAMETERS / 0.2)), "optimizer_commit_share": value(json!(0.25)),
-    })
+    let mut profile: Value = serde_json::from_str(&machine::profile(12, [5.0, 10.0])).unwrap();
+    let value = |value: f64| json!({"value": value, "source": "assumed", "by": "test"});
+    profile["optimizer_elements_per_s"] = value(PARAMETERS / 0.2);
+    profile["optimizer_commit_share"] = value(0.25);
+    profile
 }
 
 #[test]
@@ -39,9 +32,8 @@ fn without_clipping_all_of_the_optimizer_but_what_backward_hides_is_promised() {
     let (text, machine) = (dir.path().join("text.txt"), dir.path().join("profile.json"));
     fs::write(&text, "a text of which nothing is read but its length. ".repeat(100)).unwrap();
     fs::write(&machine, profile().to_string()).unwrap();
-    let backward_s = 0.005 + 12.0 * (0.005 + 0.010);
-    let passes_s = 12.0 * 0.005 + backward_s;
-    // Backward is longer than the 0.15 s in which the state goes by: the last bucket and the commit are left.
+    let passes_s = 0.0001 + 12.0 * 0.005 + 0.005 + 12.0 * (0.005 + 0.010) + 0.0001;
+    // Backward, 185.1 ms, is longer than the 0.15 s in which the state goes by: the last bucket and the commit are left.
     let left_s = 0.15 * BUCKET / PARAMETERS + 0.05;
     for (clip, durability, accum, optimizer_s) in [
         (1.0, DurabilityChoice::Step, 1, 0.2),
