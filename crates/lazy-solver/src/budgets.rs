@@ -15,7 +15,7 @@ pub struct BudgetArgs {
     /// The same in GiB
     #[arg(long, value_name = "GIB", conflicts_with = "hbm_mib")]
     pub hbm_gib: Option<f64>,
-    /// Pinned host RAM: boundaries, staging, the optimizer's ring
+    /// Pinned host RAM: boundaries, staging, the optimizer's ring, and what else of the training is at home there
     #[arg(long, value_name = "MIB")]
     pub host_mib: Option<f64>,
     /// The same in GiB

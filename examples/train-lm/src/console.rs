@@ -179,7 +179,7 @@ impl Console {
             s.unigram_entropy
         ));
         let measured = match (s.measured_step_s, s.tokens_per_s) {
-            (Some(step), Some(tokens)) => format!("{step:.4} s measured, {tokens:.0} tokens/s"),
+            (Some(step), Some(tokens)) => format!("{step:.4} s measured (median), {tokens:.0} tokens/s"),
             _ => "too few steps to measure one".into(),
         };
         self.line(&format!("step: {:.4} s promised, {measured}", s.predicted_step_s));

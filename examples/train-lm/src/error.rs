@@ -1,5 +1,6 @@
 //! What can go wrong with a run.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use lazy_model::VerifyError;
@@ -65,12 +66,12 @@ pub enum TrainError {
     #[error("{0}")]
     Layer(LayerError),
     /// A file or folder.
-    #[error("{path}: {source}; check that the folder exists, is writable and has room", path = .path.display())]
+    #[error("{path}: {source}; {advice}", path = .path.display(), advice = of_file(.source))]
     Io {
         /// Which.
         path: PathBuf,
         /// Why.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// JSON that this program wrote and cannot read back, or the other way round.
     #[error("{path}: {source}; the file was changed or belongs to another version", path = .path.display())]
@@ -106,7 +107,7 @@ impl TrainError {
     }
 
     /// For `map_err` on a file operation.
-    pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> TrainError + '_ {
+    pub fn io(path: &Path) -> impl FnOnce(io::Error) -> TrainError + '_ {
         move |source| TrainError::Io { path: path.to_owned(), source }
     }
 
@@ -119,6 +120,18 @@ impl TrainError {
 /// Short for this program's results.
 pub type Result<T> = std::result::Result<T, TrainError>;
 
+/// What to look at where a file or folder could not be read or written.
+fn of_file(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => "check the path",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "check that this user may read and write there"
+        }
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "see that the disk has room",
+        _ => "check that the folder exists, is writable and has room",
+    }
+}
+
 /// The flags that do what the planner's library advises.
 fn flags(failure: &StepFailure) -> String {
     match failure {
@@ -130,5 +143,23 @@ fn flags(failure: &StepFailure) -> String {
         }
         StepFailure::NoIncumbent | StepFailure::Failed(_) => " (--plan checkpoint)".to_owned(),
         _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_fails_says_what_to_look_at() {
+        for (number, words) in [
+            (2, "check the path"),
+            (13, "may read and write there"),
+            (28, "see that the disk has room"),
+            (5, "is writable and has room"),
+        ] {
+            let message = TrainError::io(Path::new("x"))(io::Error::from_raw_os_error(number)).to_string();
+            assert!(message.starts_with("x: ") && message.ends_with(words), "{message}");
+        }
     }
 }

@@ -223,7 +223,13 @@ pub(crate) fn profile_for(
     console: &Console,
 ) -> Result<HardwareProfile> {
     match &args.budgets.profile {
-        Some(path) => Ok(HardwareProfile::from_json(&read(path)?)?),
+        Some(path) => match std::fs::read_to_string(path) {
+            Ok(text) => Ok(HardwareProfile::from_json(&text)?),
+            Err(error) => Err(TrainError::Usage(format!(
+                "--profile {}: {error}; give a file that `train-lm probe --write FILE` or an earlier run wrote",
+                path.display()
+            ))),
+        },
         None => {
             console.say("measuring layers, links and optimizer");
             measure(args, prepared, spill)

@@ -91,7 +91,7 @@ pub enum DurabilityChoice {
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Training")]
 pub struct TrainArgs {
-    /// Optimizer steps in all
+    /// Optimizer steps in all [default: 125; with --resume as many as the run was to have]
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub steps: Option<u64>,
     /// Model: a Hugging Face config.json, or a folder with one; where the folder holds weights too (model.safetensors, or several files
@@ -123,7 +123,8 @@ pub struct TrainArgs {
     /// Seed of weights, data order and dropout [default: 1]
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub seed: Option<u64>,
-    /// Learning rate at the end of the warm-up [default: 0.008]
+    /// Learning rate at the end of the warm-up; the default is for a small model from random weights, and weights that are trained already
+    /// take far less, such as 1e-5 [default: 0.008]
     #[arg(long, value_name = "RATE", help_heading = "Training")]
     pub lr: Option<f64>,
     /// Steps over which the learning rate rises from zero, before it falls with the root of the step; 0: constant [default: 10]

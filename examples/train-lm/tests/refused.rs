@@ -154,6 +154,8 @@ fn t4_what_cannot_be_had_ends_with_status_1_and_leaves_nothing() {
             vec!["--plan", "schedule.json", "--batch", "4", "--model", "deep.json"],
             "another model or workload",
         ),
+        // A machine that only the planner knows by name.
+        (vec!["--profile", "h100"], "give a file that `train-lm probe --write FILE` or an earlier run wrote"),
     ];
     if lazy_store::cuda::device_count().is_err() {
         cases.push((vec!["--device", "cuda"], "the CUDA driver is not on this machine"));

@@ -70,7 +70,11 @@ impl CheckpointWeights {
             if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
                 return Err(refused(&path, &format!("{file:?} is no name of a file in the same folder")));
             }
-            self.add(&folder.join(file))?;
+            let file = folder.join(file);
+            if !file.exists() {
+                return Err(refused(&path, &format!("{} is named there and is missing", file.display())));
+            }
+            self.add(&file)?;
         }
         match index.weight_map.keys().find(|name| !self.tensors.contains_key(*name)) {
             Some(name) => Err(refused(&path, &format!("{name} is not in the file that it names"))),
@@ -162,7 +166,7 @@ impl CheckpointWeights {
     /// The elements of a parameter from `first` on.
     ///
     /// # Errors
-    /// When there are no such elements.
+    /// When there are no such elements, or one of them is NaN or infinite: no step could be taken from it.
     pub(super) fn fill(&self, name: &str, first: usize, values: &mut [f32]) -> Result<()> {
         fn convert<const N: usize>(from: &[u8], to: &mut [f32], value: impl Fn([u8; N]) -> f32) {
             to.iter_mut().zip(from.as_chunks().0).for_each(|(to, from)| *to = value(*from));
@@ -177,7 +181,14 @@ impl CheckpointWeights {
             Dtype::F16 => convert(from, values, |b| f16::from_le_bytes(b).to_f32()),
             _ => convert(from, values, f32::from_le_bytes),
         }
-        Ok(())
+        match values.iter().position(|value| !value.is_finite()) {
+            Some(at) => Err(TrainError::Usage(format!(
+                "element {} of {name} is {} in the weights: the file is damaged, or of training that failed",
+                first + at,
+                values[at]
+            ))),
+            None => Ok(()),
+        }
     }
 }
 
@@ -265,6 +276,21 @@ mod tests {
         }
     }
 
+    #[test]
+    fn an_element_that_is_no_finite_number_is_refused_by_name_and_place() {
+        let (dir, spec) = (tempfile::tempdir().unwrap(), spec(true));
+        let mut all = tensors(&spec, Dtype::F32);
+        // The sixth element, little-endian.
+        all.get_mut("model.layers.0.mlp.gate_proj.weight").unwrap().2[20..24]
+            .copy_from_slice(&[0, 0, 0xc0, 0x7f]);
+        write(&dir.path().join(SINGLE), &all);
+        let weights = CheckpointWeights::open(dir.path(), &spec).unwrap();
+        let message =
+            weights.fill("model.layers.0.mlp.gate_proj.weight", 1, &mut [0.0; 5]).unwrap_err().to_string();
+        assert!(message.contains("element 5 of model.layers.0.mlp.gate_proj.weight is NaN"), "{message}");
+        weights.fill("model.layers.0.mlp.gate_proj.weight", 0, &mut [0.0; 5]).unwrap();
+    }
+
     fn refusal(spec: &ModelSpec, change: impl FnOnce(&mut Tensors)) -> String {
         let dir = tempfile::tempdir().unwrap();
         let mut all = tensors(spec, Dtype::F32);
@@ -325,7 +351,7 @@ mod tests {
         };
         for (name, file, words) in [
             ("model.norm.weight", "../model.safetensors", "no name of a file in the same folder"),
-            ("model.norm.weight", "absent.safetensors", "absent.safetensors"),
+            ("model.norm.weight", "absent.safetensors", "absent.safetensors is named there and is missing"),
             ("model.other.weight", "part.safetensors", "model.other.weight is not in the file"),
         ] {
             write(&dir.path().join("part.safetensors"), &all);
