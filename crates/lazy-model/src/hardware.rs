@@ -316,6 +316,7 @@ impl HardwareProfile {
             "optimizer_elements_per_s",
             "optimizer_commit_share",
         ])?;
+        let above_zero = |v: &Value| v.as_f64().filter(|&v| v > 0.0).ok_or("a number above 0");
         let share = |v: &Value| v.as_f64().filter(|v| (0.0..=1.0).contains(v)).ok_or("a share from 0 to 1");
         let drives = root.object("drives")?.map(|o| drives(&o)).transpose()?;
         Ok(Self {
@@ -325,7 +326,7 @@ impl HardwareProfile {
             drives,
             compute: root.object("compute")?.map(|o| compute(&o)).transpose()?,
             times: root.object("times")?.map(|o| times(&o)).transpose()?,
-            optimizer_elements_per_s: marked(&root, "optimizer_elements_per_s", rate)?,
+            optimizer_elements_per_s: marked(&root, "optimizer_elements_per_s", above_zero)?,
             optimizer_commit_share: marked(&root, "optimizer_commit_share", share)?,
         })
     }

@@ -172,6 +172,7 @@ fn faults_name_their_key_path() {
         ("/tiers/hbm_bytes/value", json!(1.5), "`tiers.hbm_bytes.value` must be a whole number"),
         ("/times/backward_ms/value", json!([1]), "`times.backward_ms` has 1 layers, but forward_ms has 2"),
         ("/times/backward_ms/value", json!([1, "x"]), "`times.backward_ms.value` must be"),
+        ("/optimizer_elements_per_s/value", json!(0), "must be a number above 0"),
         ("/times/epilogue_ms/when", Value::Null, "`times.epilogue_ms.when` is absent"),
     ];
     for (pointer, new, wanted) in cases {

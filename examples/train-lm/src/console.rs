@@ -184,7 +184,7 @@ impl Console {
         };
         self.line(&format!("step: {:.4} s promised, {measured}", s.predicted_step_s));
         self.line(&format!(
-            "spill: {} (--io {}); weights {}",
+            "spill: {} (--io {}); digest of the weights {}",
             s.nvme_mode,
             s.io,
             &s.weights_digest[..16.min(s.weights_digest.len())]

@@ -332,7 +332,13 @@ fn rows(documents: Vec<Document>, reading: &Reading<'_>, paths: &[PathBuf]) -> R
 fn documents(paths: &[PathBuf], jsonl: bool) -> Result<Vec<Document>, DataError> {
     let mut documents = Vec::new();
     for path in paths {
-        if fs::metadata(path).map_err(read_error(path))?.is_dir() {
+        let kind = fs::metadata(path).map_err(read_error(path))?.file_type();
+        if !kind.is_dir() && !kind.is_file() {
+            // Reading it might never end, and a run that is resumed reads its data again.
+            let source = std::io::Error::other("it is a pipe or a device, and no file");
+            return Err(read_error(path)(source));
+        }
+        if kind.is_dir() {
             let wanted: &[&str] = if jsonl { &[EXAMPLES] } else { &TEXT_EXTENSIONS };
             read_folder(path, wanted, &mut documents)?;
         } else {

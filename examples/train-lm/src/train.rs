@@ -321,6 +321,12 @@ impl<'a> Run<'a> {
         let mut trace = TraceWriter::new(self.folder.trace_writer()?, "train-lm")
             .map_err(TrainError::io(&self.folder.trace()))?;
         let began = Instant::now();
+        if self.first >= steps {
+            self.console.note(&format!(
+                "all {steps} steps were done before: --steps with more than {} goes on",
+                self.first
+            ));
+        }
         self.console.begin(self.first, steps);
         self.evaluate(steps == self.first)?;
         for step in self.first..steps {
@@ -334,6 +340,13 @@ impl<'a> Run<'a> {
             self.after_step()?;
         }
         self.console.end();
+        let skipped = self.metrics.iter().filter(|m| m.skipped).count();
+        if skipped > 0 {
+            self.console.warn(&format!(
+                "{skipped} of {} steps changed nothing, since a gradient was not finite: a smaller --lr may help",
+                self.metrics.len()
+            ));
+        }
         self.gpu_peak = self.watch.take().and_then(|mut watch| watch.most());
         self.save_state()?;
         trace.finish().and_then(|mut w| w.flush()).map_err(TrainError::io(&self.folder.trace()))?;

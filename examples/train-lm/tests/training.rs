@@ -395,6 +395,13 @@ fn o2_a_state_of_another_model_or_with_a_bit_flipped_is_refused_by_name() {
         fs::write(path, bytes).unwrap();
     }
     assert_eq!(run(&resume).steps, 6);
+    fs::remove_file(place.path("run/state/adam.record")).unwrap();
+    let message = refusal(&resume);
+    let checkpoint = format!(
+        "start a new one from the weights it wrote last, --model {}",
+        place.path("run/checkpoint").display()
+    );
+    assert!(message.ends_with(&checkpoint), "{message}");
 }
 
 #[test]
@@ -819,6 +826,7 @@ fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
         (model("hole.json"), "hidden_size"),
         (text("empty.txt"), "no text"),
         (text("absent.txt"), "absent.txt"),
+        (TrainArgs { text: vec!["/dev/null".into()], ..base.clone() }, "a pipe or a device, and no file"),
         (TrainArgs { tokenizer: Some(place.path("absent.json")), ..base.clone() }, "absent.json"),
         (TrainArgs { tokenizer: Some(place.path("bad.json")), ..base.clone() }, "tokenizer, "),
         (TrainArgs { jsonl: true, ..base.clone() }, "text.txt, line 1: "),

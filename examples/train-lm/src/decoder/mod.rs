@@ -196,7 +196,8 @@ impl Decoder {
         }
         match ids.iter().position(|&id| id as usize >= vocab) {
             Some(at) => {
-                input_error(format!("token {at} has id {}, but the vocabulary ends at {vocab}", ids[at]))
+                let last = vocab.saturating_sub(1);
+                input_error(format!("token {at} has id {}, but the vocabulary's last is {last}", ids[at]))
             }
             None => Ok(()),
         }

@@ -111,6 +111,22 @@ pub(super) fn open_state(
             )));
         }
         Err(OptimError::NotKept { dir, .. }) => load_newest(&dir, &specs, adam)?,
+        // What a library's user would do (make it anew, take files away) ends a run.
+        Err(
+            e @ (OptimError::NoStore { .. }
+            | OptimError::Incomplete { .. }
+            | OptimError::Damaged { .. }
+            | OptimError::Store(StoreError::BadRange { .. } | StoreError::File { .. })),
+        ) => {
+            let checkpoint = folder.checkpoint();
+            let begin = format!(
+                "for this run: put the state back as it was, or start a new one from the weights it wrote last, --model {}",
+                checkpoint.display()
+            );
+            let otherwise = "for this run: put the state back as it was, or start a new one";
+            let there = checkpoint.exists();
+            return Err(TrainError::from(e).advise(if there { begin } else { otherwise.to_owned() }));
+        }
         opened => opened?,
     };
     let mut failed = None;
