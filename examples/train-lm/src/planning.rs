@@ -313,6 +313,26 @@ pub struct Chosen {
     pub budgets: TierBytes,
 }
 
+/// Refuses, before anything is measured, a plan that is neither a name nor a schedule file.
+///
+/// # Errors
+/// When it is none.
+pub fn check_plan(plan: &str) -> Result<()> {
+    match plan {
+        "auto" | "resident" | "checkpoint" => Ok(()),
+        file => read_schedule(file).map(drop),
+    }
+}
+
+fn read_schedule(file: &str) -> Result<Schedule> {
+    let text = std::fs::read_to_string(file).map_err(|source| {
+        TrainError::Usage(format!(
+            "--plan {file}: {source}; give `auto`, `resident`, `checkpoint` or a schedule file"
+        ))
+    })?;
+    Ok(Schedule::from_json(&text)?)
+}
+
 /// Solves, names or reads the plan, and verifies it against the caps.
 ///
 /// # Errors
@@ -329,12 +349,7 @@ pub fn choose(problem: &StepProblem, plan: &str, prefetch: Prefetch) -> Result<C
             best_execution(problem, &schedule, prefetch.blocks())?
         }
         file => {
-            let text = std::fs::read_to_string(file).map_err(|source| {
-                TrainError::Usage(format!(
-                    "--plan {file}: {source}; give `auto`, `resident`, `checkpoint` or a schedule file"
-                ))
-            })?;
-            let schedule = Schedule::from_json(&text)?;
+            let schedule = read_schedule(file)?;
             let distance = prefetch.blocks().unwrap_or(schedule.execution.prefetch);
             best_execution(problem, &schedule, Some(distance))?
         }

@@ -74,7 +74,10 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     };
     settings.check()?;
     let gpu = open_device(args, &settings)?;
-    let spec = ModelSpec::from_json(&config)?;
+    let spec = ModelSpec::from_json(&config).map_err(|e| match &args.model {
+        Some(path) => TrainError::from(e).advise(format!("it was read from {}", path.display())),
+        None => e.into(),
+    })?;
     for note in &spec.notes {
         console.note(note);
     }
@@ -224,7 +227,8 @@ pub(crate) fn profile_for(
 ) -> Result<HardwareProfile> {
     match &args.budgets.profile {
         Some(path) => match std::fs::read_to_string(path) {
-            Ok(text) => Ok(HardwareProfile::from_json(&text)?),
+            Ok(text) => HardwareProfile::from_json(&text)
+                .map_err(|e| TrainError::from(e).advise(format!("it was read from {}", path.display()))),
             Err(error) => Err(TrainError::Usage(format!(
                 "--profile {}: {error}; give a file that `train-lm probe --write FILE` or an earlier run wrote",
                 path.display()

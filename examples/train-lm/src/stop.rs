@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 
 use crate::error::{Result, TrainError};
@@ -25,7 +25,8 @@ fn state() -> &'static Asked {
     ASKED.get_or_init(|| Asked { asked: Arc::default(), signal: Arc::default() })
 }
 
-/// From here on an interrupt (Ctrl-C) or a termination request is noted instead of ending the process.
+/// From here on an interrupt (Ctrl-C) or a termination request is noted instead of ending the process, and a file that grows over the
+/// limit of `ulimit -f` is an error of the write, as a full disk is.
 ///
 /// # Errors
 /// When the system refuses to register a handler.
@@ -40,9 +41,14 @@ pub fn listen() -> Result<()> {
         flag::register_conditional_shutdown(number, i32::from(BY_SIGNAL) + number, Arc::clone(asked))
             .and_then(|_| flag::register_usize(number, Arc::clone(signal), number as usize))
             .and_then(|_| flag::register(number, Arc::clone(asked)))
-            .map_err(|e| TrainError::Usage(format!("cannot listen for signal {number}: {e}")))?;
+            .map_err(|e| refused(number, e))?;
     }
+    flag::register(SIGXFSZ, Arc::default()).map_err(|e| refused(SIGXFSZ, e))?;
     Ok(())
+}
+
+fn refused(number: i32, error: std::io::Error) -> TrainError {
+    TrainError::Usage(format!("cannot listen for signal {number}: {error}"))
 }
 
 /// Whether somebody wants the run to stop.

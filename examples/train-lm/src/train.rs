@@ -32,7 +32,7 @@ use crate::homes::WeightsHome;
 use crate::io::IoChoice;
 use crate::metrics::{LaneBytes, LaneSeconds, StepMetrics, StepSeconds, resident_bytes};
 use crate::noted::Noted;
-use crate::planning::{Chosen, choose, optimized, problem};
+use crate::planning::{Chosen, check_plan, choose, optimized, problem};
 use crate::prepare::{Prepared, beside, prepare, profile_for, spill_folder};
 use crate::probe::{median, optimizer_time};
 use crate::report::{self, Measured, Record};
@@ -130,6 +130,7 @@ fn plan(
     spill: &Path,
     console: &Console,
 ) -> Result<(HardwareProfile, StepProblem, Chosen)> {
+    check_plan(&args.plan)?;
     let profile = profile_for(args, prepared, spill, console)?;
     let Prepared { backend, settings, adam, .. } = prepared;
     let state = state_dir(settings, &prepared.out);

@@ -821,6 +821,7 @@ fn bad_input_is_refused_with_what_to_change_and_leaves_nothing() {
     let file = place.path("not-a-schedule.json").to_str().unwrap().to_owned();
     let cases = [
         (model("absent.json"), "absent.json"),
+        (model("bad.json"), "it was read from"),
         (model("bad.json"), "not valid JSON"),
         (model("gpt.json"), "gpt2"),
         (model("hole.json"), "hidden_size"),
