@@ -331,7 +331,7 @@ fn across_parts(_: &Context) -> Result<String, BoxError> {
 
 fn probed(context: &Context) -> Result<String, BoxError> {
     let store = programs::open(context, 64 << 20, 64 << 20)?;
-    let rates = store.probe_links(Bytes(32 << 20))?;
+    let rates = store.probe_links(Bytes(8 << 20))?;
     expect(rates.h2d.get() > 1e9 && rates.d2h.get() > 1e9, format!("{rates:?}"))?;
     let empty = store.put("nothing", Tier::Hbm, Vec::new())?;
     expect(store.get(&empty)?.is_empty(), "something")?;
