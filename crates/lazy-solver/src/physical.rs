@@ -88,7 +88,7 @@ impl Clock {
         self.limit.is_none_or(|limit| self.started.elapsed().as_secs_f64() < limit.get() / 4.0)
     }
 
-    /// Whether so much is gone that small changes are not worth what is left.
+    /// Whether so much is gone that small changes are not worth what is left. Before, no solve was cut short: the first may take half.
     pub(crate) fn is_half_gone(&self) -> bool {
         self.limit.is_some_and(|limit| self.started.elapsed().as_secs_f64() > limit.get() / 2.0)
     }

@@ -152,7 +152,8 @@ pub fn solve_step(problem: &StepProblem, options: &StepOptions<'_>) -> Result<St
     }
     let clock = Clock { limit: options.solve.time_limit, started: Instant::now() };
     if options.objective == Objective::Reference {
-        return without_keep(problem, options, room, &clock).map_err(|why| refused(problem, room, why));
+        return without_keep(problem, options, room, &clock)
+            .map_err(|why| refused(problem, room, why, &clock));
     }
     let Some(found) = solve_physical(problem, options, &clock)? else {
         let found = without_chain(problem, options, room, &clock)?;
@@ -191,14 +192,20 @@ fn without_chain(
     };
     let found = reference.into_iter().chain(spilled).min_by(|a, b| step(a).total_cmp(&step(b)));
     found.or_else(|| by_hand(problem, options)).ok_or_else(|| match why {
-        Some(why) => refused(problem, room, why),
+        // It would be one of this chain alone, which counts with caution too.
+        Some(StepFailure::Infeasible { .. }) if clock.is_half_gone() => StepFailure::NoIncumbent,
+        Some(why) => refused(problem, room, why, clock),
         None => unplaceable(problem, room),
     })
 }
 
-/// Why there is no plan, of the step and not of the last schedule that was tried.
-fn refused(problem: &StepProblem, room: TierBytes, why: StepFailure) -> StepFailure {
+/// Why there is no plan, of the step and not of the last schedule that was tried: one that could not be laid out is no proof, where with
+/// more time another might have been.
+fn refused(problem: &StepProblem, room: TierBytes, why: StepFailure, clock: &Clock) -> StepFailure {
     match why {
+        StepFailure::Verify(VerifyError::OverBudget { .. }) if clock.is_half_gone() => {
+            StepFailure::NoIncumbent
+        }
         StepFailure::Verify(VerifyError::OverBudget { .. }) => unplaceable(problem, room),
         other => other,
     }

@@ -50,6 +50,16 @@ fn the_value_found_fits_and_the_next_does_not() {
     }
 }
 
+/// In twenty seconds a plan of these 40 layers is found and proven.
+#[test]
+fn little_time_is_no_proof_that_nothing_fits() {
+    for limit in ["0.1", "0.3", "0.5", "0.7", "1", "1.5"] {
+        let args = ["--hbm-mib", "9", "--loss-chunk-tokens", "64", "--seq", "1000", "--layers", "40"];
+        let planned = object(&plan(&[&args[..], &["--time-limit-s", limit, "--json"]].concat()));
+        assert_ne!(planned["status"], "infeasible", "{limit} s: {}", planned["message"]);
+    }
+}
+
 #[test]
 fn where_not_even_one_fits_the_message_says_so() {
     let args = ["--seq", "4000", "--hbm-mib", "1", "--max", "batch", "--time-limit-s", "2"];
