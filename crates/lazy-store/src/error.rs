@@ -451,9 +451,12 @@ fn shown(path: &Path) -> std::path::Display<'_> {
     path.display()
 }
 
-/// What to do about a folder that takes no files.
+/// What to do about a folder that takes no files, or a process that may open no more.
 pub(crate) fn advice(source: &io::Error) -> &'static str {
     match source.kind() {
+        _ if source.raw_os_error() == Some(rustix::io::Errno::MFILE.raw_os_error()) => {
+            "; raise the limit on open files (ulimit -n)"
+        }
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
             "; choose a folder that this user may write to"
         }

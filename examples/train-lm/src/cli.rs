@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::console::{print, tell};
 use crate::cuda::check::{CheckArgs, check};
@@ -110,6 +111,7 @@ impl Cli {
 impl Command {
     /// Does it; the process ends with what this returns.
     pub fn run(self) -> ExitCode {
+        open_as_many_files_as_allowed();
         let outcome = match self {
             Command::Train(args) => train(&args),
             Command::Probe(args) => probe(&args),
@@ -129,6 +131,13 @@ impl Command {
             }
         }
     }
+}
+
+/// Shells often allow a process fewer files than it may ask for, and a large model's state has hundreds. Where the system refuses, the limit
+/// stays as it was.
+fn open_as_many_files_as_allowed() {
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 fn train(args: &TrainArgs) -> Result<ExitCode> {

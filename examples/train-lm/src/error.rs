@@ -9,6 +9,7 @@ use lazy_optim_nvme::OptimError;
 use lazy_runtime::{LayerError, RuntimeError};
 use lazy_solver::step::StepFailure;
 use lazy_store::StoreError;
+use rustix::io::Errno;
 
 use crate::cuda::CudaError;
 use crate::data::DataError;
@@ -123,6 +124,7 @@ pub type Result<T> = std::result::Result<T, TrainError>;
 /// What to look at where a file or folder could not be read or written.
 fn of_file(source: &io::Error) -> &'static str {
     match source.kind() {
+        _ if is_file_limit(source) => "raise the limit on open files (ulimit -n)",
         io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => "check the path",
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
             "check that this user may read and write there"
@@ -130,6 +132,11 @@ fn of_file(source: &io::Error) -> &'static str {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "see that the disk has room",
         _ => "check that the folder exists, is writable and has room",
     }
+}
+
+/// Whether it is the limit on open files, which no other folder helps against.
+pub(crate) fn is_file_limit(source: &io::Error) -> bool {
+    source.raw_os_error() == Some(Errno::MFILE.raw_os_error())
 }
 
 /// The flags that do what the planner's library advises.
@@ -155,6 +162,7 @@ mod tests {
         for (number, words) in [
             (2, "check the path"),
             (13, "may read and write there"),
+            (24, "limit on open files (ulimit -n)"),
             (28, "see that the disk has room"),
             (5, "is writable and has room"),
         ] {

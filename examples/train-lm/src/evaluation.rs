@@ -19,7 +19,7 @@ use crate::settings::Settings;
 use crate::stop;
 
 /// A line of `evaluations.jsonl`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
     /// Steps the weights have taken: 0 for the first weights.
     pub step: u64,
@@ -33,6 +33,24 @@ pub struct Evaluation {
     pub tokens: u64,
     /// Time it took.
     pub seconds: Seconds,
+    /// SHA-256 of the data, in hex: losses on other data do not compare.
+    #[serde(default)]
+    pub data: String,
+}
+
+/// The evaluations of a file's text on one set of data: that of `hash`, or that of the last line.
+pub(crate) fn comparable(text: &str, hash: Option<&str>) -> Vec<Evaluation> {
+    let mut lines = parsed(text);
+    let Some(hash) = hash.map(str::to_owned).or_else(|| lines.last().map(|line| line.data.clone())) else {
+        return lines;
+    };
+    lines.retain(|line| line.data == hash);
+    lines
+}
+
+/// What can be read of a file's text: a kill may have cut the last line short.
+fn parsed(text: &str) -> Vec<Evaluation> {
+    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
 /// Evaluates, and writes down what comes out.
@@ -42,7 +60,7 @@ pub(crate) struct Evaluator {
     every: u64,
     file: File,
     path: PathBuf,
-    /// Of earlier processes and of this one.
+    /// On this data, of earlier processes and of this one.
     lines: Vec<Evaluation>,
 }
 
@@ -63,21 +81,22 @@ impl Evaluator {
             Err(e) if e.kind() == ErrorKind::NotFound => String::new(),
             read => read.map_err(TrainError::io(&path))?,
         };
-        let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok());
-        let lines: Vec<Evaluation> = lines.filter(|line: &Evaluation| line.step <= done).collect();
         let mut kept = Vec::new();
-        for line in &lines {
+        for line in parsed(&text).iter().filter(|line| line.step <= done) {
             serde_json::to_writer(&mut kept, line).map_err(TrainError::json(&path))?;
             kept.push(b'\n');
         }
         write_file(&path, &kept)?;
+        let lines = comparable(&String::from_utf8_lossy(&kept), Some(corpus.hash()));
         let file = OpenOptions::new().append(true).open(&path).map_err(TrainError::io(&path))?;
         Ok(Evaluator { corpus, program: executor.prepare_evaluation()?, every, file, path, lines })
     }
 
-    /// Whether the weights after so many steps are to be evaluated, which they are once.
+    /// Whether the weights after so many steps are to be evaluated, which they are once; where there is nothing to compare later ones with,
+    /// at once.
     pub(crate) fn is_due(&self, done: u64, last: bool) -> bool {
-        (last || done.is_multiple_of(self.every)) && self.lines.iter().all(|line| line.step != done)
+        let due = last || self.lines.is_empty() || done.is_multiple_of(self.every);
+        due && self.lines.iter().all(|line| line.step != done)
     }
 
     pub(crate) fn lines(&self) -> &[Evaluation] {
@@ -113,11 +132,12 @@ impl Evaluator {
         phase::enter(Phase::Between);
         let loss = sum / tokens as f64;
         let seconds = Seconds(start.elapsed().as_secs_f64());
-        let line = Evaluation { step: done, loss, perplexity: loss.exp(), tokens, seconds };
+        let data = self.corpus.hash().to_owned();
+        let line = Evaluation { step: done, loss, perplexity: loss.exp(), tokens, seconds, data };
         let mut text = serde_json::to_vec(&line).map_err(TrainError::json(&self.path))?;
         text.push(b'\n');
         self.file.write_all(&text).map_err(TrainError::io(&self.path))?;
-        self.lines.push(line);
+        self.lines.push(line.clone());
         Ok(Some(line))
     }
 }

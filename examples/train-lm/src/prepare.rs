@@ -81,6 +81,12 @@ pub(crate) fn prepare(args: &TrainArgs, console: &Console) -> Result<Prepared> {
     for note in &spec.notes {
         console.note(note);
     }
+    if let Some(longest) = spec.max_positions.filter(|longest| settings.seq > *longest) {
+        console.note(&format!(
+            "--seq {} is longer than the config's max_position_embeddings of {longest}: the model was not made for it",
+            settings.seq
+        ));
+    }
     if gpu.is_none() {
         check_parameters(&spec)?;
     }

@@ -524,8 +524,8 @@ impl<'a> Run<'a> {
             state_mode: lock(&self.optimizer).mode().to_string(),
             nvme_mode: store.nvme_mode().map_or_else(|| "none".into(), ToString::to_string),
             weights_digest: digest(&self.trained, &self.executor)?,
-            evaluation_first: evaluations.first().copied(),
-            evaluation_last: evaluations.last().copied(),
+            evaluation_first: evaluations.first().cloned(),
+            evaluation_last: evaluations.last().cloned(),
             interrupted: self.interrupted,
             run: self.folder.path().to_owned(),
         })

@@ -89,6 +89,27 @@ fn stopping_before_the_first_step_leaves_nothing() {
     assert_eq!(fs::read_dir(dir.path().join("spill")).unwrap().count(), 0);
 }
 
+/// A shell's own limit is none that may not be raised; that of the system is named.
+#[test]
+fn a_limit_on_open_files_is_raised_or_named() {
+    for (limit, status) in [("-S -n 24", 0), ("-n 24", 1)] {
+        let dir = place();
+        let mut shell = Command::new("sh");
+        shell.current_dir(dir.path()).stdin(Stdio::null());
+        shell.args([
+            "-c",
+            &format!("ulimit {limit}; exec \"$@\""),
+            "sh",
+            env!("CARGO_BIN_EXE_train-lm"),
+            "train",
+        ]);
+        let output = shell.args(new_run("run", "1")).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "{said}");
+        assert_eq!(said.contains("raise the limit on open files (ulimit -n)"), status == 1, "{said}");
+    }
+}
+
 /// M2 and M5: tied and untied heads, attention wider than the hidden size. Expected values are transformers' own, in float32.
 #[test]
 fn m2_m5_logits_of_a_model_in_a_folder_are_those_of_transformers() {

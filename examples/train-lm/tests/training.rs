@@ -328,6 +328,18 @@ fn evaluations_are_written_down_and_change_no_bit() {
     let (cut, losses) = (column("cut", "loss"), column("straight", "loss"));
     assert_eq!([&cut[..2], &cut[3..]].concat(), losses);
     assert!(fs::read_to_string(place.path("cut/report.html")).unwrap().contains("perplexity"));
+    // Losses on other data are compared with none of before: those weights are evaluated at once.
+    fs::write(place.path("other.txt"), "to be or not to be. ".repeat(9)).unwrap();
+    resume.habits.eval_text = vec![place.path("other.txt")];
+    resume.steps = Some(6);
+    let other = run(&resume);
+    assert_eq!(column("cut", "step"), [0, 2, 3, 4, 5, 5, 6]);
+    assert_eq!(other.evaluation_first.unwrap().step, 5);
+    resume.habits.eval_text = vec![place.path("held-out.txt")];
+    resume.steps = Some(7);
+    let back = run(&resume);
+    assert_eq!(back.evaluation_first.unwrap().loss, first.loss);
+    assert_eq!(back.evaluation_last.unwrap().step, 7);
     let mut without = place.args("without");
     without.habits.eval_every = Some(1);
     let message = refusal(&without);

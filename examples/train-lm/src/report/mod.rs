@@ -12,7 +12,7 @@ use lazy_model::schedule::Promise;
 use lazy_model::{HardwareProfile, Schedule, Seconds, Tier};
 
 use crate::error::{Result, TrainError};
-use crate::evaluation::Evaluation;
+use crate::evaluation::{Evaluation, comparable};
 use crate::homes::WeightsHome;
 use crate::metrics::StepMetrics;
 use crate::noted::LATE;
@@ -50,7 +50,7 @@ struct Files {
     record: Record,
     /// All steps of the run.
     metrics: Vec<StepMetrics>,
-    /// All evaluations of the run.
+    /// All evaluations of the run on the data that it was last evaluated on.
     evaluations: Vec<Evaluation>,
     /// What the plan was made on, and that corrected by the run.
     profiles: Option<(HardwareProfile, HardwareProfile)>,
@@ -87,7 +87,7 @@ impl Files {
             record: Record::read(run)?,
             metrics: run_folder::read_metrics(run, u64::MAX)?,
             evaluations: text(run_folder::EVALUATIONS_FILE)
-                .map(|text| text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+                .map(|text| comparable(&text, None))
                 .unwrap_or_default(),
             profiles: profile(run_folder::PROFILE_FILE).zip(profile(run_folder::CORRECTED_FILE)),
         })

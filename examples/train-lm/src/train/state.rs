@@ -9,7 +9,7 @@ use lazy_store::StoreError;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Trained;
-use crate::error::{Result, TrainError};
+use crate::error::{Result, TrainError, is_file_limit};
 use crate::planning::{free_space, optimized, saved};
 use crate::run_folder::RunFolder;
 use crate::settings::{DurabilityChoice, Settings};
@@ -94,8 +94,11 @@ pub(super) fn open_state(
             DurabilityChoice::Checkpoint => elsewhere.into(),
         };
         let optimizer = created.map_err(|e| match e {
-            OptimError::Store(StoreError::File { .. }) => TrainError::from(e)
-                .advise("name a writable folder for it with --state-dir, or another run folder with --out"),
+            OptimError::Store(StoreError::File { ref source, .. }) if !is_file_limit(source) => {
+                TrainError::from(e).advise(
+                    "name a writable folder for it with --state-dir, or another run folder with --out",
+                )
+            }
             e => TrainError::from(e).advise_if_full(if_full),
         })?;
         let cursor = Cursor { next_step: 0, seed: settings.seed, shape_hash: schedule.shape_hash.clone() };
