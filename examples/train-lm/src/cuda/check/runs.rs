@@ -193,7 +193,8 @@ pub(super) fn streamed(bench: &Bench<'_>) -> Outcome {
         with(args);
         args.weights = WeightsHome::Host;
     })?;
-    let loss = |summary: &Summary| summary.evaluation_last.as_ref().map(|evaluation| evaluation.loss.to_bits());
+    let loss =
+        |summary: &Summary| summary.evaluation_last.as_ref().map(|evaluation| evaluation.loss.to_bits());
     if loss(&evaluated) != loss(&straight) || evaluated.weights_digest != straight.weights_digest {
         return Err("an evaluation of weights at home in RAM has another loss".into());
     }

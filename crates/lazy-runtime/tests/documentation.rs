@@ -1,4 +1,4 @@
-//! What `docs/embedding.md` shows is in the trainers that are compiled and run.
+//! What `docs/embedding.md` shows is in the trainers that are compiled and run. All of that is the workspace's, so this file is not in the package.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::path::{Path, PathBuf};
