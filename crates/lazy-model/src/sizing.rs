@@ -3,7 +3,7 @@
 use crate::config::ModelSpec;
 use crate::error::Error;
 use crate::hardware::{Compute, HardwareProfile, Source};
-use crate::layers::Workload;
+use crate::layers::{FusedKernels, Workload};
 use crate::problem::StepProblem;
 use crate::step::{Streamed, TierBytes, Workspaces};
 use crate::timeline::StepCosts;
@@ -28,6 +28,9 @@ pub struct Training {
     pub stream_from_nvme: bool,
     /// Tokens whose logits exist at once.
     pub loss_chunk_tokens: u64,
+    /// A decoder of fused kernels, whose sizes are those of [`ModelSpec::fused_bytes`] and `loss_tokens` those of its own. `None`: one
+    /// kernel an operation.
+    pub fused: Option<FusedKernels>,
     /// Most layers between two saved boundaries.
     pub max_segment: usize,
     /// HBM of the device's context and of libraries.
@@ -48,6 +51,7 @@ impl Default for Training {
             stream_gradients: false,
             stream_from_nvme: false,
             loss_chunk_tokens: 4096,
+            fused: None,
             max_segment: 4,
             reserved: Bytes::ZERO,
             host_reserved: Bytes::ZERO,
@@ -62,7 +66,7 @@ impl StepProblem {
     /// Sizes: boundaries, internals, workspaces and loss as [`ModelSpec`] counts them.
     ///
     /// # Errors
-    /// Where neither measured times nor a compute rate are there.
+    /// Where neither measured times nor a compute rate are there, and where a decoder of fused kernels has no layer such as the model's.
     pub fn for_model(
         model: &ModelSpec,
         work: &Workload,
@@ -75,6 +79,17 @@ impl StepProblem {
         let of =
             |size: &dyn Fn(LayerIndex) -> Bytes| (0..layers).map(|l| size(LayerIndex(l))).collect::<Vec<_>>();
         let boundary = model.boundary_bytes(work);
+        let (saved_bytes, workspaces) = match &training.fused {
+            Some(kernels) => fused(model, work, kernels)?,
+            None => {
+                let workspaces = Workspaces {
+                    forward: of(&|l| model.layer_workspace(l, work).forward),
+                    backward: of(&|l| model.layer_workspace(l, work).backward),
+                    loss: model.loss_bytes(work, training.loss_chunk_tokens).workspace,
+                };
+                (of(&|l| model.internals_bytes(l, work)), workspaces)
+            }
+        };
         let in_layers: u64 = (0..layers).map(|l| model.layer_parameter_count(LayerIndex(l))).sum();
         let outside = model.total_parameters() - in_layers;
         let resident = |streamed: bool| outside + if streamed { 0 } else { in_layers };
@@ -89,12 +104,8 @@ impl StepProblem {
         let optimizer = if rate > 0.0 { model.total_parameters() as f64 / rate } else { 0.0 };
         Ok(StepProblem {
             boundary_bytes: vec![boundary; layers + 1],
-            saved_bytes: of(&|l| model.internals_bytes(l, work)),
-            workspaces: Workspaces {
-                forward: of(&|l| model.layer_workspace(l, work).forward),
-                backward: of(&|l| model.layer_workspace(l, work).backward),
-                loss: model.loss_bytes(work, training.loss_chunk_tokens).workspace,
-            },
+            saved_bytes,
+            workspaces,
             streamed: Streamed {
                 weights: stream(training.stream_weights, training.weight_bytes),
                 gradients: stream(training.stream_gradients, training.gradient_bytes),
@@ -109,6 +120,28 @@ impl StepProblem {
             max_segment: training.max_segment,
         })
     }
+}
+
+/// What layers of such a decoder save, and its workspaces.
+fn fused(
+    model: &ModelSpec,
+    work: &Workload,
+    kernels: &FusedKernels,
+) -> Result<(Vec<Bytes>, Workspaces), Error> {
+    let (mut saved, mut workspaces) = (Vec::new(), Workspaces::default());
+    for layer in 0..model.layers() {
+        let bytes = model.fused_bytes(LayerIndex(layer), work, kernels).ok_or_else(|| Error::Workload {
+            problem: format!(
+                "layer {layer} is none that the decoder of fused kernels has, which are those of Qwen3's dense models: plan with one \
+                 kernel an operation"
+            ),
+        })?;
+        saved.push(bytes.internals);
+        workspaces.forward.push(bytes.forward);
+        workspaces.backward.push(bytes.backward);
+        workspaces.loss = bytes.loss;
+    }
+    Ok((saved, workspaces))
 }
 
 impl StepCosts {

@@ -44,6 +44,27 @@ fn baseline<'a>(plan: &'a Value, name: &str) -> &'a Value {
     plan["baselines"].as_array().unwrap().iter().find(|b| b["name"] == name).unwrap()
 }
 
+/// What the trainer's decoder held on an H200, by the executor's own extents, less its 256 bytes of losses.
+#[test]
+fn fused_kernels_take_what_was_measured_on_a_gpu() {
+    let words =
+        "--model qwen3-4b --machine h200 --hbm-gib 139 --host-gib 99 --batch 16 --seq 1024 --kernels fused";
+    let (hbm, host) = ("G".repeat(37), format!("{}G", "C".repeat(36)));
+    let (all, none) = ("K".repeat(36), "-".repeat(36));
+    for (letters, keep, streamed, held) in [
+        (&hbm, &all, &[][..], 58_729_232_640u64),
+        (&hbm, &none, &[], 21_500_000_512),
+        (&host, &none, &[], 18_647_873_792),
+        (&hbm, &none, &["--stream-weights"], 14_636_705_024),
+    ] {
+        let plan = ["--evaluate", letters, "--keep", keep];
+        let judged = json(words, &[&plan[..], streamed].concat());
+        assert_eq!(judged["peaks"]["hbm"], held - 256, "{letters} {keep} {streamed:?}");
+    }
+    let refused = text(&run("--model mixtral-8x7b --machine h200 --hbm-gib 139 --kernels fused", &[]).stderr);
+    assert!(refused.contains("layer 0 is none that the decoder of fused kernels has"), "{refused}");
+}
+
 #[test]
 fn a_model_alone_is_sized() {
     let sizes = json("--model deepseek-v3", &[]);

@@ -23,6 +23,19 @@ pub struct FusedKernels {
     pub dropout: bool,
 }
 
+/// Those of `train-lm` on GPUs, without dropout.
+impl Default for FusedKernels {
+    fn default() -> Self {
+        FusedKernels {
+            alignment: 256,
+            product: Bytes::from_mib(32),
+            partial_sums: 512,
+            loss_tokens: 4096,
+            dropout: false,
+        }
+    }
+}
+
 /// Bytes that such a decoder declares for one layer, and for the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FusedBytes {

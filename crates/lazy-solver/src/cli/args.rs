@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args as ClapArgs, Parser, ValueEnum};
-use lazy_model::{Seconds, Training};
+use lazy_model::{FusedKernels, Seconds, Training};
 use lazy_solver::budgets::BudgetArgs;
 use lazy_solver::{Method, SolveOptions, TieBreak};
 
@@ -106,6 +106,9 @@ pub(crate) struct TrainingArgs {
     /// Tokens whose logits exist at once [default: 4096]
     #[arg(long, value_name = "N")]
     pub(crate) loss_chunk_tokens: Option<u64>,
+    /// Kernels of the layers, which decide what they hold
+    #[arg(long, value_enum, default_value = "operations")]
+    pub(crate) kernels: KernelsFlag,
     /// Accelerators on one host, all alike and in step. Host RAM, NVMe, the drives and the root complex are then the host's and shared;
     /// HBM and the links of each are its own
     #[arg(long, value_name = "R", conflicts_with = "evaluate")]
@@ -119,6 +122,11 @@ pub(crate) struct TrainingArgs {
 }
 
 impl TrainingArgs {
+    fn fused(&self) -> FusedKernels {
+        let own = FusedKernels::default();
+        FusedKernels { loss_tokens: self.loss_chunk_tokens.unwrap_or(own.loss_tokens), ..own }
+    }
+
     /// The training these flags describe, with weights and gradients of `element_bytes`.
     pub(crate) fn training(
         &self,
@@ -158,6 +166,7 @@ impl TrainingArgs {
             stream_gradients: self.stream_gradients,
             stream_from_nvme: self.stream_from_nvme,
             loss_chunk_tokens: self.loss_chunk_tokens.unwrap_or(default.loss_chunk_tokens),
+            fused: (self.kernels == KernelsFlag::Fused).then(|| self.fused()),
             max_segment: max_segment.unwrap_or(default.max_segment),
             reserved: gib("hbm-reserved-gib", self.hbm_reserved_gib)?.unwrap_or_default(),
             host_reserved: gib("host-reserved-gib", self.host_reserved_gib)?.unwrap_or_default(),
@@ -234,6 +243,15 @@ impl OutputArgs {
         ];
         all.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))).collect()
     }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KernelsFlag {
+    /// One for each operation, as frameworks have it
+    #[default]
+    Operations,
+    /// Those of train-lm on a GPU, without dropout: layers such as Qwen3's save matrix products and attention alone
+    Fused,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -5,12 +5,12 @@ use std::path::Path;
 use lazy_model::reference::{HbmRoom, Mandatory, OptimizerTime};
 use lazy_model::step::TierBytes;
 use lazy_model::{
-    Bytes, BytesPerSecond, CostChain, HardwareProfile, ModelSpec, ReferenceSettings, Seconds, StepProblem,
-    Tier, Workload, read_text,
+    Bytes, BytesPerSecond, CostChain, HardwareProfile, ModelSpec, ReferenceSettings, Saving, Seconds,
+    StepProblem, Tier, Workload, read_text,
 };
 use lazy_solver::ranks::{exchange, share};
 
-use super::args::{Args, ObjectiveFlag, TieBreakFlag, TrainingArgs};
+use super::args::{Args, KernelsFlag, ObjectiveFlag, TieBreakFlag, TrainingArgs};
 use super::given::Reference;
 use super::models;
 use super::reference::ReferenceArgs;
@@ -149,6 +149,10 @@ fn of_model(args: &Args, path: &Path) -> Result<Input, String> {
     }
     let work = Workload::new(args.batch.unwrap_or(1), args.seq.unwrap_or(1024), args.element_bytes)
         .map_err(|e| e.to_string())?;
+    let work = match args.training.kernels {
+        KernelsFlag::Operations => work,
+        KernelsFlag::Fused => work.with_saving(Saving::Products),
+    };
     let facts = ModelFacts { name, spec, work };
     let profile = args.budgets.hardware()?;
     match args.objective() {

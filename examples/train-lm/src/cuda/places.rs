@@ -398,13 +398,7 @@ mod tests {
             }
             let spec = ModelSpec::from_json(&config.to_string()).unwrap();
             let work = Workload::new(3, 33, places.real.bytes()).unwrap();
-            let kernels = FusedKernels {
-                alignment: ALIGNMENT,
-                product: Bytes(BLAS_BYTES),
-                partial_sums: u64::from(PARTS),
-                loss_tokens: LOSS_TOKENS as u64,
-                dropout: places.dropout,
-            };
+            let kernels = FusedKernels { dropout: places.dropout, ..FusedKernels::default() };
             let declared = FusedBytes {
                 internals: places.internals_bytes(),
                 forward: places.forward_bytes(),
