@@ -14,6 +14,7 @@ use lazy_store::cuda::Gpu;
 
 use crate::backend::Backend;
 use crate::error::{Result, TrainError};
+use crate::habits::{HabitArgs, Habits};
 use crate::homes::are_in_ram;
 use crate::probe::optimizer_time;
 use crate::settings::{
@@ -95,8 +96,7 @@ pub fn problem(
         _ if args.plan != "auto" => TierBytes { hbm: OPEN, host: OPEN, nvme: OPEN },
         Some(gpu) => {
             let specs = optimized(backend.spec(), settings);
-            let on_disk = if args.habits.no_save { adam.clone() } else { saved(adam) };
-            let state = NvmeAdam::bytes_on_disk(&specs, &on_disk)?;
+            let state = most_on_disk(&specs, adam, &args.habits)?;
             free_budgets(gpu, free_beside(spill, new_state, state)?)?
         }
         None => {
@@ -290,6 +290,21 @@ pub fn saved(adam: &AdamOptions) -> AdamOptions {
     AdamOptions { host: Bytes::ZERO, hbm: Bytes::ZERO, ..adam.clone() }
 }
 
+/// The most that the state of a new run takes on disk: with saves as it goes on, the slots that each generation keeps too, of which there is
+/// one more than is kept while it is made.
+fn most_on_disk(specs: &[ParamSpec], adam: &AdamOptions, habits: &HabitArgs) -> Result<Bytes> {
+    if habits.no_save {
+        return Ok(NvmeAdam::bytes_on_disk(specs, adam)?);
+    }
+    let state = NvmeAdam::bytes_on_disk(specs, &saved(adam))?;
+    if habits.save_every.unwrap_or(0) == 0 {
+        return Ok(state);
+    }
+    let generation = AdamOptions { durability: Durability::Checkpoint, ..saved(adam) };
+    let generations = (habits.keep.unwrap_or(Habits::default().keep) as u64).saturating_add(1);
+    Ok(state + NvmeAdam::bytes_on_disk(specs, &generation)? * generations)
+}
+
 /// Caps into which the activations do not fit, so that a first run shows all tiers at work: HBM for a third of the boundaries besides what
 /// every plan needs (read-ahead that was asked for included), host RAM for a quarter and staging, NVMe for a sixth; the rest has to be
 /// recomputed.
@@ -378,6 +393,27 @@ mod tests {
         for other in [None, Some(elsewhere)] {
             assert!(free_beside(&spill, other, much).unwrap() > Bytes::ZERO, "{other:?}");
         }
+    }
+
+    /// Two slots to step, one for each generation that is kept and one for the next, and less than a twentieth besides.
+    #[test]
+    fn saves_take_a_slot_for_each_generation() {
+        let elements = 1 << 22;
+        let specs = [ParamSpec::new("w", &[elements])];
+        let settings = Settings { durability: DurabilityChoice::Step, ..Settings::default() };
+        let adam = adam_options(elements as u64, &settings, UpdateChoice::Auto, DeviceChoice::Host);
+        for (no_save, save_every, keep, slots) in [
+            (false, None, None, 2.0),
+            (false, Some(10), None, 4.0),
+            (false, Some(10), Some(3), 6.0),
+            (true, None, None, 2.0),
+        ] {
+            let habits = HabitArgs { save_every, keep, no_save, ..HabitArgs::default() };
+            let found = most_on_disk(&specs, &adam, &habits).unwrap().get() as f64 / (12 * elements) as f64;
+            assert!((slots..slots * 1.05).contains(&found), "{habits:?}: {found}");
+        }
+        let habits = HabitArgs { save_every: Some(1), keep: Some(usize::MAX), ..HabitArgs::default() };
+        assert!(most_on_disk(&specs, &adam, &habits).unwrap() > Bytes(1 << 60));
     }
 
     /// A bucket's slot: three float32 an element, and less than a twentieth besides, records among it.
