@@ -150,6 +150,7 @@ impl StepCosts {
     /// saves:
     ///
     /// - forward: `F / (rate efficiency) + 2 internals / hbm`
+    /// - forward for internals alone, just before a backward: the same with [`ModelSpec::layer_recompute_flops`]
     /// - backward: `2 F / (rate efficiency) + 2 internals / hbm`
     ///
     /// with `F` the layer's forward operations. The loss counts three times the head's forward, the embedding the traffic of a boundary.
@@ -190,7 +191,7 @@ impl StepCosts {
         let costs = StepCosts {
             prologue: moved(boundary),
             saving_forward: forward.clone(),
-            internals_forward: forward.clone(),
+            internals_forward: of(&|l| model.layer_recompute_flops(l, work)),
             forward,
             backward: of(&|l| model.layer_backward_flops(l, work)),
             epilogue: compute.products(3.0 * model.head_forward_flops(work)) + moved(boundary * 2),

@@ -1,7 +1,7 @@
 //! Arithmetic operations. A multiply-add counts as two; norms, activations, softmax and biases are left out.
 
-use super::Workload;
 use super::sizer::CHUNK;
+use super::{Saving, Workload};
 use crate::config::{DeltaNet, LayerShape, Mixer, Mlp, ModelSpec};
 use crate::units::{LayerIndex, Seconds};
 
@@ -32,12 +32,21 @@ impl ModelSpec {
         2.0 * self.layer_forward_flops(layer, work)
     }
 
-    /// What recomputing one layer costs: its forward once more.
+    /// What recomputing one layer for its backward costs: its forward once more; with [`Saving::Products`] of a dense MLP without the last
+    /// product, which makes the layer's output and nothing that is saved.
     ///
     /// # Panics
     /// Where the model has no such layer.
     pub fn layer_recompute_flops(&self, layer: LayerIndex, work: &Workload) -> f64 {
-        self.layer_forward_flops(layer, work)
+        let shape = self.layer(layer);
+        let last = match (&shape.mlp, work.saving()) {
+            // A norm behind it saves what it makes.
+            (Mlp::Dense(mlp), Saving::Products) if !shape.norms.after() => {
+                (self.hidden * mlp.intermediate) as f64
+            }
+            _ => 0.0,
+        };
+        self.layer_forward_flops(layer, work) - 2.0 * work.tokens() as f64 * last
     }
 
     /// Forward of the head: `2 T h V`. The embedding's look-up multiplies nothing.

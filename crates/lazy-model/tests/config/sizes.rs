@@ -3,7 +3,8 @@
 use std::num::NonZeroU64;
 
 use lazy_model::{
-    AttentionKernel, Bytes, LayerIndex, ModelSpec, MomentFormat, Seconds, Sharding, StateFormat, Workload,
+    AttentionKernel, Bytes, LayerIndex, ModelSpec, MomentFormat, Saving, Seconds, Sharding, StateFormat,
+    Workload,
 };
 use serde_json::json;
 
@@ -285,6 +286,19 @@ fn both_conventions_of_the_published_run() {
         model.layer_backward_flops(LayerIndex(0), &work),
         2.0 * model.layer_recompute_flops(LayerIndex(0), &work)
     );
+}
+
+/// The last product of a dense MLP is not run again for what the backward reads, unless a norm behind it does.
+#[test]
+fn recompute_of_products_leaves_the_output_out() {
+    let work = Workload::new(16, 1024, 2).unwrap().with_saving(Saving::Products);
+    let saved = |name: &str| {
+        let model = spec(&json_of(name));
+        let layer = LayerIndex(0);
+        model.layer_forward_flops(layer, &work) - model.layer_recompute_flops(layer, &work)
+    };
+    assert_eq!(saved("qwen3-4b"), 2.0 * 16_384.0 * 2560.0 * 9728.0);
+    assert_eq!(saved("gemma-2-2b"), 0.0);
 }
 
 #[test]
