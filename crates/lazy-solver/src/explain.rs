@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use lazy_model::{Bytes, CostChain, Pool, Seconds, StepProblem, Tier, TierBytes};
+use lazy_model::{Bytes, CostChain, Pool, Schedule, Seconds, StepProblem, Tier, TierBytes};
 
 use crate::error::SolverError;
 use crate::keep;
@@ -223,10 +223,13 @@ pub fn explain_step(problem: &StepProblem, options: &StepOptions<'_>) -> Vec<Rem
     vec![]
 }
 
-/// Whether a step has a plan under its caps. `None` where nobody can tell within the time limit.
-pub fn has_plan(problem: &StepProblem, options: &StepOptions<'_>) -> Option<bool> {
+/// Some plan of a step under its caps, as quickly as one is found.
+///
+/// # Errors
+/// As [`solve_step`]: [`StepFailure::NoIncumbent`] where nobody can tell within the time limit.
+pub fn any_plan(problem: &StepProblem, options: &StepOptions<'_>) -> Result<Schedule, StepFailure> {
     let search = Search::new(problem, options);
-    search.enough(problem.budgets, search.until(1))
+    search.any(problem, search.until(1))
 }
 
 /// The search for caps that suffice.
@@ -266,26 +269,32 @@ impl<'a> Search<'a> {
         if until.is_some_and(|until| self.started.elapsed().as_secs_f64() > until) {
             return None;
         }
-        Some(any_spilled(&problem, self.options.prefetch))
+        Some(any_spilled(&problem, self.options.prefetch).is_some())
+    }
+
+    /// Some plan of a step, before `until`.
+    fn any(&self, problem: &StepProblem, until: Option<f64>) -> Result<Schedule, StepFailure> {
+        let mut options = *self.options;
+        if let Some(until) = until {
+            let left = until - self.started.elapsed().as_secs_f64();
+            if left <= SHORTEST_S {
+                return Err(StepFailure::NoIncumbent);
+            }
+            // One size that is hard to decide must not take the time of all others.
+            options.solve.time_limit = Some(Seconds(left / 3.0));
+        }
+        // Most sizes are told by plans that need no search, where caps hold what is there whatever goes where.
+        let by_rule = self.under(problem.budgets).and_then(|_| any_spilled(problem, options.prefetch));
+        match by_rule {
+            Some((schedule, _)) => Ok(schedule),
+            None => Ok(solve_step(problem, &options)?.schedule),
+        }
     }
 
     /// Whether a step has a plan under these caps; `None` where nobody can tell in time.
     fn enough(&self, budgets: TierBytes, until: Option<f64>) -> Option<bool> {
         let Some(problem) = self.under(budgets) else { return Some(false) };
-        let mut options = *self.options;
-        if let Some(until) = until {
-            let left = until - self.started.elapsed().as_secs_f64();
-            if left <= SHORTEST_S {
-                return None;
-            }
-            // One size that is hard to decide must not take the time of all others.
-            options.solve.time_limit = Some(Seconds(left / 3.0));
-        }
-        // Most sizes are told by plans that need no search.
-        if any_spilled(&problem, options.prefetch) {
-            return Some(true);
-        }
-        match solve_step(&problem, &options) {
+        match self.any(&problem, until) {
             Ok(_) => Some(true),
             Err(StepFailure::NoIncumbent | StepFailure::Failed(_)) => None,
             Err(_) => Some(false),

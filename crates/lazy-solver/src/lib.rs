@@ -74,5 +74,5 @@ pub use baselines::{Baseline, StepBaseline, baselines, step_baselines};
 #[cfg(feature = "cross-check")]
 pub use cross_check::cross_check;
 pub use error::SolverError;
-pub use explain::{Raise, Remedy, explain, explain_step, has_plan};
+pub use explain::{Raise, Remedy, any_plan, explain, explain_step};
 pub use solve::{Method, Solution, SolveOptions, Status, TieBreak, solve};

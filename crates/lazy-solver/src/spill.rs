@@ -32,11 +32,11 @@ pub(crate) fn spilled(problem: &StepProblem, prefetch: Option<usize>, clock: &Cl
     best
 }
 
-/// Whether one of these plans keeps the caps.
-pub(crate) fn any_spilled(problem: &StepProblem, prefetch: Option<usize>) -> bool {
-    (1..=longest(problem)).any(|block| {
+/// The first of these plans that keeps the caps.
+pub(crate) fn any_spilled(problem: &StepProblem, prefetch: Option<usize>) -> Option<Carried> {
+    (1..=longest(problem)).find_map(|block| {
         let shelf = Shelf::new(problem, block);
-        shelf.carried(shelf.least_in_hbm(), prefetch).is_some()
+        shelf.carried(shelf.least_in_hbm(), prefetch)
     })
 }
 

@@ -39,14 +39,30 @@ fn the_value_found_fits_and_the_next_does_not() {
         let value = max["value"].as_u64().unwrap();
         assert!(value >= least && found["placement"].is_string(), "{flag}: {max}");
         assert_eq!(max["flag"], flag);
-        let (flag, next) = (format!("--{flag}"), (value + 1).to_string());
-        assert!(with(&[&flag, &value.to_string()]).status.success(), "{flag} {value}");
+        let (flag, own, next) = (format!("--{flag}"), value.to_string(), (value + 1).to_string());
+        // Alone it has all the time it needs, which is about two seconds for the layers.
+        let alone = [&others[..], &ROOM[..4], &[&flag, &own]].concat();
+        assert!(plan(&alone).status.success(), "{flag} {value}");
         // On a slow machine time may end the search before.
         if max["next_fits"] == false {
             assert!(max["message"].as_str().unwrap().contains("raise the hbm"), "{flag}: {max}");
             let refused = object(&with(&[&flag, &next]));
             assert!(refused["placement"].is_null() && refused["status"] != "optimal", "{flag} {next}");
         }
+    }
+}
+
+#[test]
+fn a_value_found_in_little_time_has_its_plan() {
+    for limit in ["0.1", "0.2", "0.4", "0.7"] {
+        let args =
+            [&ROOM[..4], &["--seq", "1000", "--max", "layers", "--time-limit-s", limit, "--json"]].concat();
+        let found = object(&plan(&args));
+        assert!(
+            found["max"]["value"].is_null() || found["placement"].is_string(),
+            "{limit} s: {}",
+            found["max"]
+        );
     }
 }
 

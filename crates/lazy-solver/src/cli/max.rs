@@ -1,9 +1,9 @@
 //! The largest batch, sequence or number of layers that fits.
 
 use clap::ValueEnum;
-use lazy_model::Seconds;
-use lazy_solver::step::StepOptions;
-use lazy_solver::{SolveOptions, Status, has_plan, solve};
+use lazy_model::{Schedule, Seconds};
+use lazy_solver::step::{StepFailure, StepOptions};
+use lazy_solver::{SolveOptions, Status, any_plan, solve};
 
 use super::args::Args;
 use super::plan::{self, Clock, Planned};
@@ -71,15 +71,17 @@ pub(crate) fn find(args: &Args, flag: MaxFlag, clock: &Clock) -> Result<(Planned
     let least = read(&flag.set(args, 1))?;
     let options = args.options();
     let mut unsupported = None;
+    // Of the largest value that fits so far.
+    let mut known = Vec::new();
     let (value, next) = largest(|value| match read(&flag.set(args, value)) {
-        Ok(problem) => fits(&problem, &clock.half(&options)),
+        Ok(problem) => fits(&problem, &clock.half(&options), &mut known),
         Err(message) => {
             unsupported = Some((value, message));
             Some(false)
         }
     });
     let problem = if value > 1 { read(&flag.set(args, value))? } else { least };
-    let planned = plan::make(problem, &clock.left(&options), clock, &[])?;
+    let planned = plan::make(problem, &clock.left(&options), clock, &known)?;
     let found = planned.solution.placement.is_some();
     // Where time ended the search for one, planning it may have had enough.
     let value = if found { value.max(1) } else { value };
@@ -111,10 +113,17 @@ fn read(args: &Args) -> Result<Problem, String> {
     }
 }
 
-/// Whether there is a plan; `None` where nobody can tell in time.
-fn fits(problem: &Problem, options: &SolveOptions) -> Option<bool> {
+/// Whether there is a plan, which is `known` then; `None` where nobody can tell in time.
+fn fits(problem: &Problem, options: &SolveOptions, known: &mut Vec<Schedule>) -> Option<bool> {
     match &problem.step {
-        Some(step) => has_plan(step, &StepOptions { solve: *options, ..StepOptions::default() }),
+        Some(step) => match any_plan(step, &StepOptions { solve: *options, ..StepOptions::default() }) {
+            Ok(plan) => {
+                *known = vec![plan];
+                Some(true)
+            }
+            Err(StepFailure::NoIncumbent | StepFailure::Failed(_)) => None,
+            Err(_) => Some(false),
+        },
         None => match solve(&problem.chain, options).ok()?.status {
             Status::Optimal | Status::Feasible => Some(true),
             Status::Infeasible => Some(false),
